@@ -1,0 +1,13 @@
+"""The one exception that users see: a sentence saying what was given, what was expected, and what would work."""
+
+
+class DepthDecayError(ValueError):
+    """Bad input or an unsupported request. The command line prints its message on one line and exits with code 2."""
+
+
+class PlanMismatchError(DepthDecayError):
+    """A plan was made for another model than the one it is applied to."""
+
+
+class UnsupportedModelError(DepthDecayError):
+    """The model has a shape that depth decay cannot run correctly, so it is refused."""

@@ -1,0 +1,87 @@
+"""Plan files: where a plan lies, and reading and writing its JSON so that it is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, NoReturn
+
+from depthdecay.errors import DepthDecayError
+
+PLAN_FILE = "plan.json"
+_REPOSITORY_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def save_plan_file(values: dict[str, Any], path: Path) -> Path:
+    """Write to a .json path itself, or to plan.json in any other path, which becomes a folder."""
+    file = path if path.suffix == ".json" and not path.is_dir() else path / PLAN_FILE
+    try:
+        # One line a field: a drop order stays readable, and a diff shows which part changed.
+        lines = [f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False, allow_nan=False)}" for k, v in values.items()]
+        content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DepthDecayError(f"the plan cannot be written as JSON: {error}") from None
+    # Written beside the target and renamed, so that a reader never sees half a plan; not by tempfile, whose
+    # files only their owner may read.
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with draft.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise DepthDecayError(f"the plan cannot be written to {file}: {error.strerror or error}") from None
+    return file
+
+
+def read_plan_file(path: str) -> tuple[Path, Any]:
+    """The file that holds the plan, and what its JSON says."""
+    file = _locate(path)
+    try:
+        return file, json.loads(file.read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise DepthDecayError(f"{file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DepthDecayError(f"{file} is not UTF-8 text; expected a plan in JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise DepthDecayError(f"{file} is not JSON ({error}); expected a plan") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _locate(path: str) -> Path:
+    local = Path(path)
+    try:
+        if local.is_file():
+            return local
+        if local.is_dir():
+            if (local / PLAN_FILE).is_file():
+                return local / PLAN_FILE
+            raise DepthDecayError(f"the folder {path} holds no {PLAN_FILE}")
+    except OSError as error:
+        raise DepthDecayError(f"{path} cannot be read: {error.strerror or error}") from None
+    if path.endswith(".json") or not _REPOSITORY_ID.fullmatch(path):
+        raise DepthDecayError(
+            f"there is no plan at {path!r}; expected a .json file, a folder with {PLAN_FILE}, "
+            "or a Hugging Face repository as owner/name"
+        )
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(path, PLAN_FILE))
+    # The hub fails in many ways (offline, unknown, private, no such file), and all mean the same to the user.
+    except Exception as error:
+        raise DepthDecayError(
+            f"{path} is neither a local file or folder nor a reachable Hugging Face repository with a {PLAN_FILE} "
+            f"({type(error).__name__})"
+        ) from None
