@@ -1,0 +1,161 @@
+"""Keys and values, one small object a layer, each with just the room that the plan says the layer will need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .errors import DepthDecayError
+
+
+@dataclass
+class Clock:
+    """How far the text has come, shared by all layers of one cache.
+
+    `filled` is the host's count of positions written. During graph decoding the device keeps its own in `position`
+    (a one-element tensor that the graph advances), and attention reads the first `bucket` positions, masked.
+    """
+
+    filled: int = 0
+    position: torch.Tensor | None = None
+    bucket: int = 0
+
+
+class LayerCache(CacheLayerMixin):
+    """One layer's keys and values behind transformers' cache contract.
+
+    Stored as (position, batch, head, dim): then the strides do not depend on a layer's room, and one compiled layer
+    serves all of them, however much room each has.
+    """
+
+    is_croppable = False
+
+    def __init__(self, clock: Clock, room: int, window: int | None = None) -> None:
+        super().__init__()
+        self.clock = clock
+        self.room = room
+        self.window = window
+        self.is_sliding = window is not None
+        self.position: torch.Tensor | None = None
+        self.key_view: torch.Tensor | None = None
+        self.value_view: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = self._empty(key_states)
+        self.values = self._empty(value_states)
+        self.is_initialized = True
+
+    def _empty(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, dim = states.shape
+        # Zeros, not garbage: masked positions of a bucket still meet the softmax, and 0 * NaN is NaN.
+        return torch.zeros((self.room, batch, heads, dim), dtype=states.dtype, device=states.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.position is not None and self.key_view is not None and self.value_view is not None:
+            self.key_view.index_copy_(2, self.position, key_states)
+            self.value_view.index_copy_(2, self.position, value_states)
+            return self.key_view, self.value_view
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        start, end = self.clock.filled, self.clock.filled + key_states.shape[2]
+        if end > self.room:
+            raise DepthDecayError(f"a layer was given position {end}, but the plan left it room for {self.room}")
+        self.keys[start:end] = key_states.permute(2, 0, 1, 3)
+        self.values[start:end] = value_states.permute(2, 0, 1, 3)
+        first = self._first_visible()
+        return self.keys[first:end].permute(1, 2, 0, 3), self.values[first:end].permute(1, 2, 0, 3)
+
+    def _first_visible(self) -> int:
+        return 0 if self.window is None else max(0, self.clock.filled - self.window + 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.clock.position is not None:
+            return self.clock.bucket, 0
+        first = self._first_visible()
+        return self.clock.filled + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        position = self.clock.position
+        return self.clock.filled if position is None else position  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def enter_bucket(self) -> None:
+        """Point the views that a graph reads and writes at the clock's bucket (or at none, off the graph path)."""
+        self.position = self.clock.position
+        if self.position is None or self.keys is None or self.values is None:
+            self.key_view = self.value_view = None
+            return
+        bucket = min(self.clock.bucket, self.room)
+        self.key_view = self.keys[:bucket].permute(1, 2, 0, 3)
+        self.value_view = self.values[:bucket].permute(1, 2, 0, 3)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+
+
+class PlannedCache(Cache):
+    """A transformers cache whose layers have the rooms given, and one clock."""
+
+    def __init__(self, rooms: list[int], windows: tuple[int | None, ...]) -> None:
+        self.clock = Clock()
+        self.planned = [LayerCache(self.clock, room, window) for room, window in zip(rooms, windows, strict=True)]
+        super().__init__(layers=list(self.planned))
+
+    @property
+    def is_compileable(self) -> bool:
+        """True while a device position is in use: transformers then builds a mask always, as a graph needs."""
+        return self.clock.position is not None
+
+    def on_device(self, position: torch.Tensor | None, bucket: int = 0) -> None:
+        """Hand the clock to the device (graph decoding over `bucket` positions), or back to the host with None."""
+        self.clock.position = position
+        self.clock.bucket = bucket
+        for layer in self.planned:
+            layer.enter_bucket()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.planned)
+
+    @property
+    def nbytes_uniform(self) -> int:
+        """What the same cache would take if every layer had as much room as the largest."""
+        largest = max(layer.room for layer in self.planned)
+        return sum(layer.nbytes * largest // max(layer.room, 1) for layer in self.planned)
+
+
+class OneLayer:
+    """What a compiled layer is given as its cache: the same type for all, so that one compilation serves all."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        self.layer = layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer.update(key_states, value_states)
+
+
+BUCKET = 128  # small enough that a short text does not pay for a long cache, large enough that graphs stay few
+
+
+def bucket_for(filled: int) -> int:
+    """The number of positions that attention covers once `filled` are written: multiples that grow with the text."""
+    step = BUCKET
+    while filled > step * 16:  # at most about 16 buckets a doubling: bounded waste (6%), bounded graphs
+        step *= 2
+    return -(-filled // step) * step
+
+
+def room_for(positions: int, in_buckets: bool) -> int:
+    return bucket_for(positions) if in_buckets else positions

@@ -1,0 +1,310 @@
+"""The fast path: prefill, decode by plan, stream text. `Engine(model, tokenizer, plan).generate(prompts)`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .apply import is_applied
+from .cache import PlannedCache, bucket_for
+from .decoding import CompiledLayers, Decoder, EagerDecoder, GraphDecoder, Prompt, rooms
+from .errors import DepthDecayError
+from .plan_check import check_plan
+from .mailbox import Mailbox
+from .plan import Plan
+from .request import Request, prepare_request
+from .sampling import Sampler, sequence_keys
+from .stack import Stack, primary_device, require_eval
+from .text import TextStream
+
+MODES = ("full", "decay")
+
+
+@dataclass
+class Result:
+    """One answer, with the account of what it took."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # depths[i]: layers of the pass that produced token i
+    finish_reason: str = "length"  # "stop": an end-of-text token, a stop string or a criterion; "length": the limit
+    num_layers: int = 0
+    prompt_tokens: int = 0
+    overrun_layers: int = 0  # layers run for this row after its last token: host lag, and rows of a batch that go on
+    seconds: float = 0.0  # of the whole batch that this answer was part of
+    prefill_seconds: float = 0.0
+    mode: str = "full"
+    seed: int | None = None
+    cache_bytes: int = 0  # keys and values of the whole batch
+    cache_bytes_saved: int = 0  # against the same room in every layer
+
+    @property
+    def layers_executed(self) -> int:
+        return sum(self.depths)
+
+    @property
+    def layers_full(self) -> int:
+        return self.num_layers * len(self.token_ids)
+
+    @property
+    def layer_speedup(self) -> float:
+        return self.layers_full / self.layers_executed if self.depths else 1.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.seconds - self.prefill_seconds
+
+    @property
+    def ms_per_token(self) -> float:
+        """Decoding only: the first token comes with the prompt."""
+        steps = len(self.token_ids) - 1
+        return 1000 * self.decode_seconds / steps if steps > 0 else 0.0
+
+
+class Piece(str):
+    """A piece of streamed text, with the depth of the token that completed it."""
+
+    depth: int
+
+    def __new__(cls, text: str, depth: int) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.depth = depth
+        return piece
+
+
+class Stream(Iterator[Piece]):
+    """Iterates over pieces of text; `result` is whole once the iteration has ended."""
+
+    def __init__(self, pieces: Iterator[Piece], result: Result) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+
+class _Row:
+    """One sequence of a batch on the host's side."""
+
+    def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:
+        self.result = result
+        self.text = TextStream(tokenizer, request.stop) if tokenizer is not None else None
+        self.eos = request.eos_token_ids
+        self.finished = False
+
+    def take(self, token: int, depth: int) -> str:
+        """Add a token, or count its layers as overrun when the row has ended; the text that is now certain."""
+        if self.finished:
+            self.result.overrun_layers += depth
+            return ""
+        self.result.token_ids.append(token)
+        self.result.depths.append(depth)
+        piece = self.text.push(token) if self.text is not None else ""
+        if token in self.eos or (self.text is not None and self.text.stopped):
+            self.end("stop")
+        return piece
+
+    def end(self, reason: str) -> None:
+        self.finished = True
+        self.result.finish_reason = reason
+
+    def finish_text(self) -> str:
+        if self.text is None:
+            return ""
+        rest = self.text.finish()
+        self.result.text = self.text.text
+        return rest
+
+
+class Engine:
+    """Decodes with a model by a plan. Without a plan every token runs all layers.
+
+    The model is changed only while a call runs, and left exactly as it was found.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        plan: Plan | None = None,
+        *,
+        compile: bool = False,
+        graphs: bool | None = None,
+        allow_other_weights: bool = False,
+    ) -> None:
+        self.stack = Stack.of(model)
+        require_eval(self.stack.model)
+        self.tokenizer = tokenizer
+        self.full_plan = Plan.full(self.stack.num_layers)
+        self.plan = plan
+        if plan is not None:
+            if plan.repairs is not None:
+                raise DepthDecayError(
+                    "this plan has repair maps, which this version cannot run; use a plan without them"
+                )
+            check_plan(plan, self.stack.model, allow_other_weights=allow_other_weights)
+        self.device = primary_device(self.stack.model)
+        self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
+        if self.uses_graphs and self.device.type != "cuda":
+            raise DepthDecayError(f"CUDA graphs need a CUDA device, but the model is on {self.device}")
+        if compile and not self.uses_graphs:
+            warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
+        self.compiled = CompiledLayers() if compile and self.uses_graphs else None
+        self._kept: _KeptDecoder | None = None
+
+    def _can_use_graphs(self) -> bool:
+        spread = len(set((getattr(self.stack.model, "hf_device_map", None) or {}).values())) > 1
+        return self.device.type == "cuda" and not spread
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        max_new_tokens: int | None = None,
+        *,
+        mode: str | None = None,
+        **settings: Any,
+    ) -> list[Result]:
+        """Answer all prompts in one lock-step batch; a Result each, in order.
+
+        A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
+        of token ids. Settings, where not given, come from the model's generation_config: do_sample, temperature, top_k,
+        top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
+        """
+        request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
+        results = self._new_results(request, self._mode(mode))
+        for _ in self._decode(request, results):
+            pass
+        return results
+
+    def stream(
+        self, prompt: Any, max_new_tokens: int | None = None, *, mode: str | None = None, **settings: Any
+    ) -> Stream:
+        """Answer one prompt piece by piece: no piece holds half a character or a part of a stop string."""
+        if self.tokenizer is None:
+            raise DepthDecayError("streaming text needs a tokenizer; Engine(model, tokenizer, plan) takes one")
+        request = prepare_request(self, [prompt], max_new_tokens, settings)
+        results = self._new_results(request, self._mode(mode))
+        pieces = (pieces[0] for pieces in self._decode(request, results) if pieces[0])
+        return Stream(pieces, results[0])
+
+    def _mode(self, mode: str | None) -> str:
+        mode = mode or ("full" if self.plan is None else "decay")
+        if mode not in MODES:
+            raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
+        if mode == "decay" and self.plan is None:
+            raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
+        return mode
+
+    def _new_results(self, request: Request, mode: str) -> list[Result]:
+        layers = self.stack.num_layers
+        return [Result(num_layers=layers, prompt_tokens=len(p), mode=mode, seed=request.seed) for p in request.prompts]
+
+    def _decode(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
+        started = time.perf_counter()
+        if is_applied(self.stack.model):
+            raise DepthDecayError("this model is inside depthdecay.applied; leave that block before using an Engine")
+        plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
+        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
+        rows = [_Row(result, self.tokenizer, request) for result in results]
+        with torch.no_grad():
+            sampler = Sampler(
+                self.stack.model,
+                request.generation_config,
+                prompt.ids,
+                logits_processor=request.logits_processor,
+                keys=sequence_keys(request.seed, request.prompts) if request.seed is not None else [],
+                max_new_tokens=request.max_new_tokens,
+            )
+            decoder = self._decoder(plan, prompt, request.max_new_tokens)
+            depth = decoder.prefill(prompt)
+        mailbox = Mailbox(self.device, len(rows))
+        sent: list[int] = []  # depth of every step that was started
+        for index in range(request.max_new_tokens):
+            with torch.no_grad():
+                if index > 0:
+                    depth = decoder.step(index)
+                stopped = self._pick(decoder, sampler, request, index)
+                sent.append(depth)
+                mailbox.post(decoder.tokens)
+            if index == 0:
+                mailbox.wait()
+                prefill_seconds = time.perf_counter() - started
+            is_last = index == request.max_new_tokens - 1
+            for tokens in mailbox.collect(everything=is_last or stopped is not None):
+                arrived = mailbox.collected - 1
+                pieces = [
+                    Piece(row.take(token, sent[arrived]), sent[arrived])
+                    for row, token in zip(rows, tokens, strict=True)
+                ]
+                yield pieces
+            for row, stop in zip(rows, stopped or [False] * len(rows), strict=True):
+                if stop and not row.finished:
+                    row.end("stop")
+            if all(row.finished for row in rows):
+                break
+        # Steps that were started before the host knew that all rows had ended.
+        for depth in sent[mailbox.collected :]:
+            for row in rows:
+                row.result.overrun_layers += depth
+        rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
+        for result in results:
+            result.seconds = time.perf_counter() - started
+            result.prefill_seconds = prefill_seconds
+            result.cache_bytes = decoder.cache.nbytes
+            result.cache_bytes_saved = decoder.cache.nbytes_uniform - decoder.cache.nbytes
+        if any(rest):
+            yield rest
+
+    def _pick(self, decoder: Decoder, sampler: Sampler, request: Request, index: int) -> list[bool] | None:
+        """Put T_index into `decoder.tokens`; where the user gave stopping criteria, ask them which rows end."""
+        criteria = request.stopping_criteria
+        if index > 0 and decoder.feeds_itself and sampler.is_plain_greedy and not criteria:
+            return None
+        tokens, scores = sampler.pick(decoder.logits, index)
+        decoder.tokens.copy_(tokens.unsqueeze(1))
+        if sampler.processors or criteria:
+            sampler.record(tokens, index)
+        if not criteria:
+            return None
+        stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
+        return stopped
+
+    def _decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Decoder:
+        windows = self.stack.windows
+        if not self.uses_graphs:
+            cache = PlannedCache(rooms(plan, prompt.length, new_tokens, in_buckets=False), windows)
+            return EagerDecoder(self.stack, plan, cache, new_tokens)
+        if self._kept is not None and self._kept.fits(plan, prompt, new_tokens):
+            return self._kept.decoder
+        self._kept = None  # its memory is free before the next one takes more
+        capacity = bucket_for(prompt.length)
+        cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
+        decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled)
+        self._kept = _KeptDecoder(decoder, prompt.ids.shape[0], prompt.mask is not None, capacity, new_tokens)
+        return decoder
+
+
+@dataclass
+class _KeptDecoder:
+    """The last graphs and their cache: a next request of the same shape starts without capturing anything."""
+
+    decoder: GraphDecoder
+    batch: int
+    padded: bool
+    prompt_capacity: int
+    new_tokens: int
+
+    def fits(self, plan: Plan, prompt: Prompt, new_tokens: int) -> bool:
+        same = plan is self.decoder.plan and self.batch == prompt.ids.shape[0]
+        return (
+            same
+            and self.padded == (prompt.mask is not None)
+            and prompt.length <= self.prompt_capacity
+            and new_tokens <= self.new_tokens
+        )

@@ -1,0 +1,211 @@
+"""A Hugging Face causal language model seen as a stack of decoder layers, without any modelling code of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .errors import DepthDecayError, UnsupportedModelError
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class LayerPass:
+    """One pass through the stack: which layers it leaves out, and how many really ran (counted here, never estimated)."""
+
+    dropped: frozenset[int] = frozenset()
+    layers_executed: int = 0
+    # Runs a layer instead of its plain forward: (index, layer, forward, args, kwargs) -> output. The engine compiles with it.
+    run_layer: Callable[..., Any] | None = None
+
+
+@dataclass
+class Stack:
+    """The decoder layers of one model, and the only place that may bypass them."""
+
+    model: PreTrainedModel
+    owner: nn.Module  # the module whose forward loops over the layers
+    layers: tuple[nn.Module, ...]
+    windows: tuple[int | None, ...]  # sliding window of each layer's attention, None where it sees everything
+    _tuple_lengths: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> Stack:
+        """Find the decoder layers of any decoder-only model; refuse what depth decay could only run wrongly."""
+        lm = unwrap(model)
+        config = lm.config.get_text_config(decoder=True)
+        name = type(lm).__name__
+        if getattr(lm.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(f"{name} is an encoder-decoder model; depth decay works on decoder-only models")
+        if not lm.can_generate():
+            raise UnsupportedModelError(f"{name} is no causal language model: it has no generate()")
+        num_layers = getattr(config, "num_hidden_layers", None)
+        if not isinstance(num_layers, int) or num_layers < 1:
+            raise UnsupportedModelError(f"{name}'s configuration does not say how many decoder layers it has")
+        windows = _attention_windows(lm, num_layers)
+        owner, layers = _find_layers(lm, num_layers)
+        return cls(lm, owner, layers, windows)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @contextlib.contextmanager
+    def routed(self, layer_pass: LayerPass) -> Iterator[LayerPass]:
+        """While open, layers in `layer_pass.dropped` hand their input on; the pass may be changed between calls.
+
+        Every layer keeps its place and index: mixed models choose mask and rotary embedding by it.
+        """
+        with contextlib.ExitStack() as undo:
+            for index, layer in enumerate(self.layers):
+                undo.enter_context(replaced(layer, "forward", self._route(index, layer, layer_pass)))
+            yield layer_pass
+
+    def _route(self, index: int, layer: nn.Module, layer_pass: LayerPass) -> Forward:
+        forward = layer.forward  # may be an accelerate hook's: multi-GPU models go on working
+
+        def routed_forward(*args: Any, **kwargs: Any) -> Any:
+            if index in layer_pass.dropped:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                # Layers that answer with a tuple are met at the prompt, which runs them all, before they are ever dropped.
+                length = self._tuple_lengths.get(index, 0)
+                return (hidden,) + (None,) * (length - 1) if length else hidden
+            layer_pass.layers_executed += 1
+            if layer_pass.run_layer is None:
+                output = forward(*args, **kwargs)
+            else:
+                output = layer_pass.run_layer(index, layer, forward, args, kwargs)
+            if isinstance(output, tuple):
+                self._tuple_lengths[index] = len(output)
+            return output
+
+        return routed_forward
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of weights that one token reads in each layer (of a mixture's experts, those that it is routed to)."""
+        config = self.model.config.get_text_config(decoder=True)
+        return tuple(_weight_bytes(layer, config) for layer in self.layers)
+
+    def head_bytes(self) -> int:
+        """Bytes read at every depth besides the layers: the output matrix. An input embedding reads one row only."""
+        head = self.model.get_output_embeddings()
+        return _weight_bytes(head, self.model.config) if head is not None else 0
+
+    def context_limit(self) -> int | None:
+        """How many positions the model knows, or None where it sets no bound."""
+        config = self.model.config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(lm, PreTrainedModel):
+        raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")
+    return lm
+
+
+@contextlib.contextmanager
+def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on one object and afterwards leave its __dict__ exactly as it was."""
+    missing = object()
+    before = obj.__dict__.get(name, missing)
+    obj.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            obj.__dict__.pop(name, None)
+        else:
+            obj.__dict__[name] = before
+
+
+def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """The one list of `num_layers` modules that attend, with the module that owns it."""
+    found: list[tuple[nn.Module, nn.ModuleList]] = []
+    for owner in lm.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(map(_attends, child)):
+                found.append((owner, child))
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(lm).__name__} has {len(found)} lists of {num_layers} attention layers; "
+            "depth decay needs exactly one, and an architecture in which every layer attends"
+        )
+    owner, layers = found[0]
+    return owner, tuple(layers)
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(isinstance(getattr(module, "layer_idx", None), int) for module in layer.modules())
+
+
+def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window, from the cache that transformers itself would build; other kinds of state are refused."""
+    config = lm.config.get_text_config(decoder=True)
+    name = type(lm).__name__
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{name} shares keys and values between layers ({config.num_kv_shared_layers} of them read another's), "
+            "so its layers cannot be dropped one by one"
+        )
+    if not lm._supports_default_dynamic_cache():
+        raise UnsupportedModelError(
+            f"{name} keeps a state of its own instead of keys and values (recurrent or state-space)"
+        )
+    try:
+        cache_layers = DynamicCache(config=config).layers
+    except (KeyError, AttributeError, TypeError) as error:
+        raise UnsupportedModelError(f"{name} has a kind of layer that depth decay does not know: {error}") from error
+    windows: list[int | None] = []
+    for index, cache_layer in enumerate(cache_layers):
+        if type(cache_layer) is DynamicSlidingWindowLayer and "chunked" not in _layer_type(config, index):
+            windows.append(int(cache_layer.sliding_window))
+        elif type(cache_layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            kind = _layer_type(config, index) or type(cache_layer).__name__
+            raise UnsupportedModelError(
+                f"{name}'s layer {index} is of kind '{kind}'; depth decay handles full and sliding-window attention "
+                "(no recurrent, state-space, chunked or indexed layers)"
+            )
+    if len(windows) != num_layers:
+        raise UnsupportedModelError(f"{name} caches keys and values in {len(windows)} of its {num_layers} layers only")
+    return tuple(windows)
+
+
+def _layer_type(config: Any, index: int) -> str:
+    types = getattr(config, "layer_types", None)
+    return str(types[index]) if types else ""
+
+
+def _weight_bytes(module: nn.Module, config: Any) -> int:
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    total = 0.0
+    for parameter in module.parameters():
+        stacked_experts = bool(experts and chosen) and parameter.dim() == 3 and parameter.shape[0] == experts
+        share = chosen / experts if stacked_experts else 1.0
+        total += parameter.numel() * parameter.element_size() * share
+    return int(total)
+
+
+def require_eval(model: nn.Module) -> None:
+    if model.training:
+        raise DepthDecayError("the model is in training mode, where dropout is active; call model.eval() first")
+
+
+def primary_device(model: PreTrainedModel) -> torch.device:
+    """Where inputs go: the device of the input embedding (a model may be spread over several)."""
+    embedding = model.get_input_embeddings()
+    weight = getattr(embedding, "weight", None)
+    return weight.device if weight is not None and weight.device.type != "meta" else model.device
