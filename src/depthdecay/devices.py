@@ -1,0 +1,50 @@
+"""Where a model runs and in which numbers: what a user may ask for, checked against the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from depthdecay.errors import DepthDecayError
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def choose_device(device: str | None) -> torch.device:
+    """The device asked for, or the fastest kind there is."""
+    import torch
+
+    mps = torch.backends.mps.is_available()
+    if device is None or str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = None
+    if place is None or place.type not in ("cpu", "cuda", "mps"):
+        raise DepthDecayError(f"unknown device '{device}'; use cpu, cuda, cuda:N or mps")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= gpus:
+        found = f"{gpus} CUDA GPU{'s are' if gpus != 1 else ' is'}" if gpus else "no CUDA GPU is"
+        raise DepthDecayError(
+            f"device '{device}' was asked for, but {found} available here; use --device cpu or leave it out"
+        )
+    if place.type == "mps" and not mps:
+        raise DepthDecayError(
+            f"device '{device}' was asked for, but MPS is not available here; use --device cpu or leave it out"
+        )
+    return place
+
+
+def choose_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype asked for; None stands for the model's own."""
+    import torch
+
+    if dtype is None or dtype == "auto":
+        return None
+    number_type = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _DTYPES.get(dtype, dtype), None)
+    if number_type not in (torch.bfloat16, torch.float16, torch.float32):
+        raise DepthDecayError(f"unknown dtype '{dtype}'; use auto, bf16, fp16 or fp32")
+    return number_type
