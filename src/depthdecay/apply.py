@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
 from .errors import DepthDecayError
-from .plan_check import check_plan
 from .plan import Plan
+from .plan_check import check_plan
 from .stack import LayerPass, Stack, replaced
 
 # Models inside `applied` now, and caches that hold tokens without keys in every layer. Weak: neither is kept alive.

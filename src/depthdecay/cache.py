@@ -57,9 +57,10 @@ class LayerCache(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.position is not None and self.key_view is not None and self.value_view is not None:
-            self.key_view.index_copy_(2, self.position, key_states)
-            self.value_view.index_copy_(2, self.position, value_states)
-            return self.key_view, self.value_view
+            # index_put_ on the stored layout is what inductor does in place; other forms copy the whole cache.
+            self.key_view.index_put_((self.position,), key_states.permute(2, 0, 1, 3))
+            self.value_view.index_put_((self.position,), value_states.permute(2, 0, 1, 3))
+            return self.key_view.permute(1, 2, 0, 3), self.value_view.permute(1, 2, 0, 3)
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -95,8 +96,8 @@ class LayerCache(CacheLayerMixin):
             self.key_view = self.value_view = None
             return
         bucket = min(self.clock.bucket, self.room)
-        self.key_view = self.keys[:bucket].permute(1, 2, 0, 3)
-        self.value_view = self.values[:bucket].permute(1, 2, 0, 3)
+        self.key_view = self.keys[:bucket]
+        self.value_view = self.values[:bucket]
 
     @property
     def nbytes(self) -> int:

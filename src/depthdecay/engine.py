@@ -12,11 +12,12 @@ import torch
 
 from .apply import is_applied
 from .cache import PlannedCache, bucket_for
-from .decoding import CompiledLayers, Decoder, EagerDecoder, GraphDecoder, Prompt, rooms
+from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
-from .plan_check import check_plan
+from .graphs import CompiledLayers, GraphDecoder
 from .mailbox import Mailbox
 from .plan import Plan
+from .plan_check import check_plan
 from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
 from .stack import Stack, primary_device, require_eval

@@ -10,7 +10,7 @@ from .plan import Plan
 
 
 def check_plan(plan: Plan, model: Any, *, allow_other_weights: bool = False) -> None:
-    """Refuse a plan of another shape; warn about other weights of the same shape, or refuse where repairs depend on them."""
+    """Refuse a plan of another shape; of other weights warn, or refuse them too where the plan has repairs."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if plan.num_layers != layers:
         raise PlanMismatchError(f"the plan is for {plan.num_layers} layers, but {type(model).__name__} has {layers}")

@@ -1,4 +1,4 @@
-"""How the next token is picked: transformers' own logits processors, and noise keyed by (seed, sequence, token index)."""
+"""How the next token is picked: transformers' own processors, and noise keyed by (seed, sequence, token index)."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ Forward = Callable[..., Any]
 
 @dataclass
 class LayerPass:
-    """One pass through the stack: which layers it leaves out, and how many really ran (counted here, never estimated)."""
+    """One pass through the stack: which layers it leaves out, and how many ran (counted here, never estimated)."""
 
     dropped: frozenset[int] = frozenset()
     layers_executed: int = 0
-    # Runs a layer instead of its plain forward: (index, layer, forward, args, kwargs) -> output. The engine compiles with it.
+    # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
 
 
@@ -75,7 +75,7 @@ class Stack:
         def routed_forward(*args: Any, **kwargs: Any) -> Any:
             if index in layer_pass.dropped:
                 hidden = args[0] if args else kwargs["hidden_states"]
-                # Layers that answer with a tuple are met at the prompt, which runs them all, before they are ever dropped.
+                # A layer's kind of answer is known: the prompt has run it before it is ever dropped.
                 length = self._tuple_lengths.get(index, 0)
                 return (hidden,) + (None,) * (length - 1) if length else hidden
             layer_pass.layers_executed += 1
@@ -193,8 +193,9 @@ def _weight_bytes(module: nn.Module, config: Any) -> int:
     chosen = getattr(config, "num_experts_per_tok", None)
     total = 0.0
     for parameter in module.parameters():
-        stacked_experts = bool(experts and chosen) and parameter.dim() == 3 and parameter.shape[0] == experts
-        share = chosen / experts if stacked_experts else 1.0
+        share = 1.0
+        if experts and chosen and parameter.dim() == 3 and parameter.shape[0] == experts:
+            share = chosen / experts
         total += parameter.numel() * parameter.element_size() * share
     return int(total)
 

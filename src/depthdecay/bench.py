@@ -1,0 +1,310 @@
+"""Decoding speed, ours and transformers' own in the same run, beside what the memory of the machine allows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .engine import Engine
+from .errors import DepthDecayError
+from .plan import Plan
+from .stack import Stack
+
+# True shapes, to be filled with random weights: right for speed, useless for text.
+_LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {**_LLAMA2, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32, "num_key_value_heads": 32},
+    "llama-2-13b": {**_LLAMA2, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
+    | {"num_attention_heads": 40, "num_key_value_heads": 40},
+    "llama-2-70b": {**_LLAMA2, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8},
+    "qwen2.5-1.5b": {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768}
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "tiny": {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 512}
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+METHODS = ("generate", "generate-static", "full", "decay")
+_TITLES = {
+    "generate": "transformers generate",
+    "generate-static": "transformers generate, compiled static cache",
+    "full": "depthdecay, full depth",
+    "decay": "depthdecay, decay",
+}
+
+
+@dataclass
+class Row:
+    """One method's figures. Times are of decoding only; the prompt's own pass and set-up stand apart."""
+
+    method: str
+    title: str
+    ms_per_token: float | None = None  # of one step; a batch yields `batch` tokens in it
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tokens_per_second: float | None = None
+    gb_per_second: float | None = None  # weights read
+    bandwidth_share: float | None = None
+    layers_executed: int | None = None
+    layer_speedup: float | None = None
+    cost_speedup: float | None = None  # the ideal: bytes of weights at full depth over bytes read
+    wall_clock_speedup: float | None = None  # against our own full depth
+    realised: float | None = None
+    memory_gb: float | None = None
+    setup_seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass
+class Report:
+    """A whole run: what it ran on and what came out."""
+
+    model: str
+    settings: dict[str, Any]
+    copy_gb_per_second: float
+    weight_gb: float
+    rows: list[Row] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of a true shape with random weights, made on the device itself."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if shape not in SHAPES:
+        raise DepthDecayError(f"unknown shape '{shape}'; known are {', '.join(SHAPES)}")
+    settings = dict(SHAPES[shape])
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    return model.to(dtype).eval()
+
+
+def run_bench(
+    model: Any,
+    name: str,
+    plan: Plan,
+    *,
+    new_tokens: int = 256,
+    prompt_tokens: int = 32,
+    batch: int = 1,
+    rounds: int = 3,
+    methods: Sequence[str] = METHODS,
+    compile_layers: bool = True,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Report:
+    """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
+    stack = Stack.of(model)
+    device = stack.model.device
+    vocabulary = stack.model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, vocabulary, (batch, prompt_tokens), generator=generator)
+    settings: dict[str, Any] = {
+        "new_tokens": new_tokens,
+        "prompt_tokens": prompt_tokens,
+        "batch": batch,
+        "rounds": rounds,
+    }
+    settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
+    costs = _Costs(stack, new_tokens)
+    report = Report(name, settings, copy_bandwidth(device), (sum(costs.layers) + costs.head) / 1e9)
+    with _never_ending(stack.model):
+        contenders = {}
+        for method in methods:
+            progress(f"preparing {_TITLES[method]}")
+            contenders[method] = _Contender(method, model, plan, prompts, new_tokens, compile_layers)
+            contenders[method].set_up()
+        for number in range(rounds):
+            for method, contender in contenders.items():
+                progress(f"round {number + 1} of {rounds}: {_TITLES[method]}")
+                contender.measure()
+    full = contenders.get("full")
+    for contender in contenders.values():
+        report.rows.append(_row(contender, costs, plan, report, full))
+    report.ratios = _ratios(report.rows)
+    return report
+
+
+class _Contender:
+    """One way to decode, and its measured rounds."""
+
+    def __init__(
+        self, method: str, model: Any, plan: Plan, prompts: torch.Tensor, new_tokens: int, compile_layers: bool
+    ) -> None:
+        self.method = method
+        self.model = model
+        self.new_tokens = new_tokens
+        self.device = prompts.device if model is None else Stack.of(model).model.device
+        self.prompts = prompts.to(self.device)
+        self.engine: Engine | None = None
+        if method in ("full", "decay"):
+            on_cuda = self.device.type == "cuda"
+            self.engine = Engine(model, plan=plan if method == "decay" else None, compile=compile_layers and on_cuda)
+        self.decode_seconds: list[float] = []
+        self.setup_seconds = 0.0
+        self.layers_executed: int | None = None
+        self.memory = 0
+        self.error: str | None = None
+
+    def set_up(self) -> None:
+        """The first run: compilation, capture and warm-up, timed as a whole."""
+        started = time.perf_counter()
+        self.measure(keep=False)
+        self.setup_seconds = time.perf_counter() - started
+
+    def measure(self, keep: bool = True) -> None:
+        if self.error is not None:
+            return
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds = self._ours() if self.engine is not None else self._transformers()
+        except Exception as error:
+            self.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            return
+        if self.device.type == "cuda":
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
+        if keep:
+            self.decode_seconds.append(seconds)
+
+    def _ours(self) -> float:
+        assert self.engine is not None
+        # Greedy as the peers are; random weights have no end of text.
+        result = self.engine.generate(self.prompts.tolist(), max_new_tokens=self.new_tokens, do_sample=False)[0]
+        self.layers_executed = result.layers_executed
+        return result.decode_seconds
+
+    def _transformers(self) -> float:
+        # A run of one token is the prompt's pass and generate's own preparation; the rest is decoding.
+        first = self._timed_generate(1)
+        return self._timed_generate(self.new_tokens) - first
+
+    def _timed_generate(self, tokens: int) -> float:
+        static = {"cache_implementation": "static"} if self.method == "generate-static" else {}
+        _synchronize(self.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            output = self.model.generate(
+                self.prompts,
+                attention_mask=torch.ones_like(self.prompts),
+                max_new_tokens=tokens,
+                do_sample=False,
+                **static,
+            )
+        _synchronize(self.device)
+        assert output.shape[1] == self.prompts.shape[1] + tokens
+        return time.perf_counter() - started
+
+
+class _Costs:
+    """Bytes of weights that decoding steps read. T_0 comes with the prompt, so it is no decoding step."""
+
+    def __init__(self, stack: Stack, new_tokens: int) -> None:
+        self.layers = stack.layer_bytes()
+        self.head = stack.head_bytes()
+        self.new_tokens = new_tokens
+
+    def per_step(self, plan: Plan) -> float:
+        steps = range(1, self.new_tokens)
+        total = sum(sum(self.layers[layer] for layer in plan.layers(plan.depth(i))) + self.head for i in steps)
+        return total / len(steps)
+
+
+def _row(contender: _Contender, costs: _Costs, plan: Plan, report: Report, full: _Contender | None) -> Row:
+    row = Row(contender.method, _TITLES[contender.method], error=contender.error)
+    if contender.error is not None:
+        return row
+    batch, steps = report.settings["batch"], report.settings["new_tokens"] - 1
+    full_plan = Plan.full(plan.num_layers)
+    own_plan = plan if contender.method == "decay" else full_plan
+    times = [1000 * seconds / steps for seconds in contender.decode_seconds]
+    row.ms_per_token = statistics.median(times)
+    row.ms_min, row.ms_max = min(times), max(times)
+    row.tokens_per_second = batch * 1000 / row.ms_per_token
+    bytes_read = costs.per_step(own_plan)
+    row.gb_per_second = bytes_read / row.ms_per_token / 1e6
+    row.bandwidth_share = row.gb_per_second / report.copy_gb_per_second
+    tokens = report.settings["new_tokens"]
+    row.layers_executed = contender.layers_executed or plan.num_layers * tokens
+    row.layer_speedup = plan.num_layers * tokens / row.layers_executed
+    row.cost_speedup = costs.per_step(full_plan) / bytes_read
+    if full is not None and full.error is None and contender.method in ("full", "decay"):
+        # Rounds are interleaved, so neighbours in time are compared with each other.
+        pairs = zip(full.decode_seconds, contender.decode_seconds, strict=True)
+        row.wall_clock_speedup = statistics.median(a / b for a, b in pairs)
+        row.realised = row.wall_clock_speedup / row.cost_speedup
+    row.memory_gb = contender.memory / 1e9 if contender.memory else None
+    row.setup_seconds = contender.setup_seconds
+    return row
+
+
+def _ratios(rows: list[Row]) -> dict[str, float]:
+    """How many times as fast ours is as each of transformers' ways."""
+    times = {row.method: row.ms_per_token for row in rows if row.ms_per_token}
+    ratios = {}
+    for ours in ("full", "decay"):
+        for theirs in ("generate", "generate-static"):
+            if ours in times and theirs in times:
+                ratios[f"{ours} against {theirs}"] = times[theirs] / times[ours]  # type: ignore[operator]
+    return ratios
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s that a large copy moves on this machine, bytes read and written both counted."""
+    size = 2**32 if device.type == "cuda" else 2**28
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else size * 8
+    size = int(min(size, free // 4))
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    best = float("inf")
+    for _ in range(10):
+        _synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    del source, target
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * size / best / 1e9
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@contextlib.contextmanager
+def _never_ending(model: Any) -> Iterator[None]:
+    """Every method decodes the full length: the end of text is taken out of the settings for a while."""
+    config = model.generation_config
+    before, pad = config.eos_token_id, config.pad_token_id
+    config.eos_token_id, config.pad_token_id = None, 0
+    try:
+        yield
+    finally:
+        config.eos_token_id, config.pad_token_id = before, pad
