@@ -56,6 +56,8 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             undo.enter_context(replaced(stack.owner, "forward", driver.wrap_forward(stack.owner.forward)))
             undo.enter_context(replaced(lm, "generate", driver.wrap_generate(lm.generate)))
             undo.enter_context(replaced(lm, "_prefill", driver.wrap_prefill(lm._prefill)))
+            prepare = driver.wrap_prepare(lm.prepare_inputs_for_generation)
+            undo.enter_context(replaced(lm, "prepare_inputs_for_generation", prepare))
             # A compiled call would freeze the depth of the step that it was traced at.
             undo.enter_context(replaced(lm, "get_compiled_call", lambda *_args, **_kwargs: lm.__call__))
             yield account
@@ -77,6 +79,7 @@ class _Driver:
         self.layer_pass = LayerPass()
         self.in_prompt = False
         self.token_index: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
+        self.last_dropped: weakref.WeakKeyDictionary[Cache, frozenset[int]] = weakref.WeakKeyDictionary()
 
     def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def checked_generate(inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
@@ -106,6 +109,16 @@ class _Driver:
 
         return full_depth_prefill
 
+    def wrap_prepare(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_with_live_lengths(*args: Any, **kwargs: Any) -> Any:
+            # For static caches transformers builds the mask here, ahead of the forward pass.
+            cache = kwargs.get("past_key_values")
+            dropped = self.last_dropped.get(cache, frozenset()) if isinstance(cache, Cache) else frozenset()
+            with _lengths_from_live_layers(cache, dropped):
+                return prepare(*args, **kwargs)
+
+        return prepare_with_live_lengths
+
     def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def planned_forward(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
@@ -115,10 +128,10 @@ class _Driver:
                 )
             index = self._next_token_index(cache, _query_length(args, kwargs))
             depth = self.plan.depth(index)
-            self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
-            self.layer_pass.layers_executed = 0
+            dropped = frozenset(self.plan.dropped(depth))
+            self.layer_pass.dropped, self.layer_pass.layers_executed = dropped, 0
             try:
-                with _lengths_from_live_layers(cache, self.layer_pass.dropped):
+                with _lengths_from_live_layers(cache, dropped):
                     output = forward(*args, **kwargs)
             finally:
                 self.layer_pass.dropped = frozenset()
@@ -128,6 +141,7 @@ class _Driver:
                 cache = getattr(output, "past_key_values", None)
             if isinstance(cache, Cache):
                 self.token_index[cache] = index
+                self.last_dropped[cache] = dropped
                 if depth < self.plan.num_layers:
                     _DECAYED.add(cache)
             return output
