@@ -1,0 +1,5 @@
+"""`python -m depthdecay`: the command line without its script."""
+
+from depthdecay.cli import main
+
+main()

@@ -1,0 +1,94 @@
+"""The command line: gathers the sub-commands, and turns every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from depthdecay.cli.chat import chat
+from depthdecay.cli.check import check
+from depthdecay.cli.generate import generate
+from depthdecay.cli.info import info
+from depthdecay.demo import demo
+from depthdecay.errors import DepthDecayError
+
+__all__ = ["app", "main"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+class _OneLineErrors(TyperGroup):
+    """Bad input ends with a sentence and code 2, Ctrl-C with 130; only a fault of our own shows a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        # Warnings are for people too; libraries' own are about code that the user did not write.
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except DepthDecayError as error:
+                _fail(str(error))
+            except KeyboardInterrupt:
+                _fail("interrupted", code=130)
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    raise  # the reader went away, as `| head` does: typer ends quietly
+                _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+            except RuntimeError as error:
+                if type(error).__name__ != "OutOfMemoryError":
+                    raise
+                _fail("the device is out of memory; take a smaller model, a 16-bit --dtype, or --device cpu")
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    print(f"depthdecay: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
+    if filename.startswith(_PACKAGE):
+        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from depthdecay import __version__
+
+        print(f"depthdecay {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="depthdecay",
+    cls=_OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def depthdecay(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Depth-decay decoding: the further a text has come, the fewer layers each new token runs through."""
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(info)
+app.command()(check)
+app.command()(demo)
+
+
+def main() -> None:
+    app(prog_name="depthdecay")

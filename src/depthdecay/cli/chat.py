@@ -1,0 +1,163 @@
+"""`depthdecay chat`: a conversation, re-read from its text at full depth in every turn."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.generate import decode_utf8, stream_text
+from depthdecay.cli.show import err_console, print_account
+from depthdecay.errors import DepthDecayError
+
+if TYPE_CHECKING:
+    from depthdecay.engine import Engine
+
+HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
+
+
+def chat(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    compile: opt.Compile = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    mode: opt.Mode = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    max_new_tokens: opt.MaxNewTokens = None,
+    seed: opt.Seed = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    stop: opt.Stop = None,
+    system: opt.System = None,
+    show_depth: opt.ShowDepth = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Talk to a chat model; piped input is one turn a line."""
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    model_options = opt.ModelOptions(model, device, dtype, compile, trust_remote_code, allow_other_weights)
+    _, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet)
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "mode": mode,
+        "seed": seed,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop,
+    }
+    conversation = Conversation(engine, system, settings, show_depth=show_depth, quiet=quiet)
+    talk(conversation, interactive=sys.stdin.isatty())
+
+
+class Conversation:
+    """Messages so far, and one answer more.
+
+    Only text is kept. Tokens generated below full depth lack keys and values in the layers that were dropped, so every
+    turn renders the whole conversation anew and the engine reads it, earlier answers too, at full depth.
+    """
+
+    def __init__(
+        self, engine: Engine, system: str | None, settings: dict[str, Any], *, show_depth: bool, quiet: bool
+    ) -> None:
+        if not getattr(engine.tokenizer, "chat_template", None):
+            raise DepthDecayError(
+                "this model has no chat template; use depthdecay generate, or an instruct version of the model"
+            )
+        self.engine = engine
+        self.system = system
+        self.settings = settings
+        self.show_depth = show_depth
+        self.quiet = quiet
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+
+    def answer(self, turn: str) -> None:
+        """Print an answer and keep both; a turn that is refused, or stopped before a word, leaves no trace."""
+        messages = [*self.messages, {"role": "user", "content": turn}]
+        self._require_room(messages)
+        stream = self.engine.stream(messages, **self.settings)
+        shallowest = opt.shallowest_depth(self.engine, self.settings["max_new_tokens"])
+        heard: list[str] = []
+        try:
+            stream_text(self.engine, stream, shallowest, show_depth=self.show_depth, quiet=self.quiet, heard=heard)
+            if not self.quiet:
+                print_account(stream.result, shallowest, show_depth=self.show_depth)
+        finally:
+            if heard:
+                self.messages = [*messages, {"role": "assistant", "content": "".join(heard)}]
+
+    def _require_room(self, messages: list[dict[str, str]]) -> None:
+        from depthdecay.models import chat_ids
+
+        limit = self.engine.stack.context_limit()
+        length = len(chat_ids(self.engine.tokenizer, messages))
+        if limit is not None and length >= limit:
+            raise DepthDecayError(
+                f"the conversation has {length} tokens, but the model's context holds {limit}; /reset starts anew"
+            )
+
+
+def talk(conversation: Conversation, *, interactive: bool) -> None:
+    """Turn after turn until the input ends. At a terminal a mistake costs one line, in a pipe it ends the program."""
+    console = err_console()
+    if interactive and not conversation.quiet:
+        console.print(Text(HELP, style="dim"))
+    for line in _typed_lines() if interactive else _piped_lines():
+        turn = line.strip()
+        if turn in ("/exit", "/quit"):
+            return
+        if turn == "/reset":
+            conversation.reset()
+        elif turn == "/help":
+            console.print(Text(HELP, style="dim"))
+        elif turn.startswith("/") and " " not in turn and "/" not in turn[1:]:
+            console.print(Text(f"unknown command {turn}; {HELP}", style="dim"))
+        elif turn:
+            try:
+                conversation.answer(turn)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                console.print(Text("stopped", style="dim"))
+            except DepthDecayError as error:
+                if not interactive:
+                    raise
+                console.print(Text(str(error), style="red"))
+
+
+def _typed_lines() -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history for input()
+    while True:
+        try:
+            yield input("› ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)")
+
+
+def _piped_lines() -> Iterator[str]:
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        yield decode_utf8(line, f"line {number} of standard input")

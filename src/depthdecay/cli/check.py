@@ -1,0 +1,80 @@
+"""`depthdecay check`: is it right on the user's own model? A row each, and the exit code tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import out_console, working
+from depthdecay.schedule import whole_number
+
+
+def check(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: Annotated[
+        str, typer.Option(help="In 16 bits, tokens may differ by rounding alone.", rich_help_panel="Model")
+    ] = "fp32",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
+    as_json: opt.Json = False,
+) -> None:
+    """Check full depth and decay against transformers' own generate, and that the model is left as it was."""
+    whole_number("--new-tokens", new_tokens, 1)
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    stored = plan_options.load()
+    options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
+    loaded = options.load(quiet=as_json)
+    chosen = stored or plan_options.make(opt.num_layers(loaded.model), new_tokens)
+
+    from depthdecay.check import check_model, default_plan
+
+    chosen = chosen or default_plan(opt.num_layers(loaded.model), new_tokens)
+    number_type = str(loaded.model.dtype).removeprefix("torch.")
+    console = out_console()
+    if not as_json:
+        console.print(
+            Text(f"{loaded.name} in {number_type} on {loaded.model.device}, greedy, {new_tokens} tokens", style="bold")
+        )
+        if chosen is not None:
+            console.print(Text(chosen.describe(), style="dim"))
+    rows = []
+    found = check_model(
+        loaded.model, loaded.tokenizer, chosen, new_tokens=new_tokens, allow_other_weights=allow_other_weights
+    )
+    while True:
+        with working("checking …", quiet=as_json):
+            row = next(found, None)
+        if row is None:
+            break
+        rows.append(row)
+        if not as_json:
+            mark = ("✓", "green") if row.passed else ("✗", "red")
+            console.print(Text.assemble(mark, f" {row.name}", (f"  {row.detail}", "dim")))
+    passed = all(row.passed for row in rows)
+    if as_json:
+        report = {
+            "model": loaded.name,
+            "dtype": number_type,
+            "device": str(loaded.model.device),
+            "new_tokens": new_tokens,
+            "plan": None if chosen is None else opt.plan_dict(chosen),
+            "passed": passed,
+            "rows": [asdict(row) for row in rows],
+        }
+        print(json.dumps(report, ensure_ascii=False))
+    raise typer.Exit(0 if passed else 1)

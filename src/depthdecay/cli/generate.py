@@ -1,0 +1,163 @@
+"""`depthdecay generate`: answer one prompt, streamed as text or as one JSON object."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import TextPrinter, print_account, working
+from depthdecay.errors import DepthDecayError
+
+if TYPE_CHECKING:
+    from depthdecay.engine import Engine, Piece, Result, Stream
+    from depthdecay.plan import Plan
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    compile: opt.Compile = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    mode: opt.Mode = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    max_new_tokens: opt.MaxNewTokens = None,
+    seed: opt.Seed = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    stop: opt.Stop = None,
+    system: opt.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model goes on with the text.")] = False,
+    show_depth: opt.ShowDepth = False,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Answer a prompt. Full depth, unless --plan, --alpha or --speedup says otherwise."""
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    if raw and system is not None:
+        raise DepthDecayError("--raw and --system were given together; without a chat template there is no system turn")
+    if as_json and show_depth:
+        raise DepthDecayError("--json and --show-depth were given together; the JSON has the depths already")
+    text = read_prompt(prompt, prompt_file)
+    model_options = opt.ModelOptions(model, device, dtype, compile, trust_remote_code, allow_other_weights)
+    loaded, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet or as_json)
+    stream = engine.stream(
+        text,
+        max_new_tokens,
+        mode=mode,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        system=system,
+        chat=False if raw else None,
+    )
+    if as_json:
+        for _ in stream:
+            pass
+        print(json.dumps(account(stream.result, loaded.name, engine.plan), ensure_ascii=False))
+        return
+    shallowest = opt.shallowest_depth(engine, max_new_tokens)
+    stream_text(engine, stream, shallowest, show_depth=show_depth, quiet=quiet)
+    if not quiet:
+        print_account(stream.result, shallowest, show_depth=show_depth)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from wherever it was given; bytes are read as UTF-8 and nothing else."""
+    if prompt is not None and file is not None:
+        raise DepthDecayError("a prompt and --prompt-file were given together; use one")
+    if file is not None:
+        try:
+            content, where = Path(file).expanduser().read_bytes(), f"the prompt file '{file}'"
+        except OSError as error:
+            raise DepthDecayError(f"the prompt file '{file}' cannot be read: {error.strerror or error}") from None
+    elif prompt == "-":
+        content, where = sys.stdin.buffer.read(), "standard input"
+    elif prompt is None:
+        raise DepthDecayError("no prompt was given; write it behind generate, or use --prompt-file, or - for stdin")
+    else:
+        content, where = prompt.encode("utf-8", "surrogateescape"), "the prompt"
+    text = decode_utf8(content, where)
+    if not text.strip():
+        raise DepthDecayError(f"{where} is empty; give at least one word")
+    return text
+
+
+def decode_utf8(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DepthDecayError(f"{where} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def stream_text(
+    engine: Engine,
+    stream: Stream,
+    shallowest: int,
+    *,
+    show_depth: bool = False,
+    quiet: bool = False,
+    heard: list[str] | None = None,
+) -> None:
+    """Print the pieces as they come, and add them to `heard`, which also an interrupted answer leaves behind.
+
+    The first one waits for the prompt, and on CUDA for graphs and compilation.
+    """
+    printer = TextPrinter(engine.stack.num_layers, shallowest, colour=show_depth)
+    started = "compiling, then reading the prompt …" if engine.compiled else "reading the prompt …"
+    try:
+        with working(started, quiet=quiet or not printer.console.is_terminal):
+            first: list[Piece] = list(itertools.islice(stream, 1))
+        for piece in itertools.chain(first, stream):
+            printer.write(piece)
+            if heard is not None:
+                heard.append(str(piece))
+    finally:
+        printer.end()
+
+
+def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
+    """Everything about one answer, as `--json` prints it."""
+    ms_per_token = result.ms_per_token or None  # one token alone has no decoding step to time
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "depths": result.depths,
+        "layers_executed": result.layers_executed,
+        "layers_full": result.layers_full,
+        "layer_speedup": result.layer_speedup,
+        "ms_per_token": ms_per_token,
+        "tokens_per_second": 1000 / ms_per_token if ms_per_token else None,
+        "mode": result.mode,
+        "plan": opt.plan_dict(plan) if plan is not None and result.mode == "decay" else None,
+        "finish_reason": result.finish_reason,
+        "seconds": result.seconds,
+        "prompt_tokens": result.prompt_tokens,
+        "model": model,
+        "seed": result.seed,
+        "cache_bytes": result.cache_bytes,
+        "cache_bytes_saved": result.cache_bytes_saved,
+    }

@@ -1,0 +1,202 @@
+"""`depthdecay info`: what a model consists of, and what a plan would save on it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import depth_curve, out_console
+from depthdecay.errors import DepthDecayError
+from depthdecay.ladder import Ladder
+from depthdecay.schedule import whole_number
+
+if TYPE_CHECKING:
+    from depthdecay.engine import Engine
+    from depthdecay.models import LoadedModel
+    from depthdecay.plan import Plan
+
+PROMPT_TOKENS = 32  # for the cache figures: what `bench` takes as well
+
+
+def info(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    tokens: Annotated[int | None, typer.Option(help="Length of the answer that savings are told for.")] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Show a model's layers and sizes; with --plan, --alpha or --speedup also what that saves."""
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    if tokens is not None:
+        whole_number("--tokens", tokens, 1)
+    length = tokens or over or opt.DEFAULT_OVER
+    model_options = opt.ModelOptions(
+        model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
+    )
+    loaded, engine = opt.open_engine(model_options, plan_options, length, quiet=as_json)
+    facts = model_facts(loaded, engine)
+    savings = plan_savings(engine, engine.plan, length) if engine.plan is not None else None
+    if as_json:
+        print(json.dumps({**facts, "savings": savings}, ensure_ascii=False))
+        return
+    print_facts(facts)
+    if engine.plan is not None and savings is not None:
+        print_savings(engine.plan, savings)
+
+
+def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
+    stack = engine.stack
+    config = stack.model.config.get_text_config(decoder=True)
+    layer_bytes = stack.layer_bytes()
+    return {
+        "model": loaded.name,
+        "source": loaded.source,
+        "architecture": type(stack.model).__name__,
+        "num_layers": stack.num_layers,
+        "hidden_size": config.hidden_size,
+        "parameters": sum(parameter.numel() for parameter in stack.model.parameters()),
+        "layer_bytes": list(layer_bytes),
+        "head_bytes": stack.head_bytes(),
+        "attention": attention_kinds(stack.windows),
+        "context_limit": stack.context_limit(),
+        "dtype": str(stack.model.dtype).removeprefix("torch."),
+        "device": str(engine.device),
+        "chat_template": bool(getattr(loaded.tokenizer, "chat_template", None)),
+        "default_ladder": default_ladder(stack.num_layers),
+    }
+
+
+def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | None]]:
+    """How many layers see everything (window null), and how many a window of which size."""
+    return [{"layers": count, "window": window} for window, count in Counter(windows).items()]
+
+
+def default_ladder(num_layers: int) -> dict[str, Any] | None:
+    """What is dropped, in which order, where nothing was measured; null for models too small to have flex layers."""
+    try:
+        ladder = Ladder.middle_out(num_layers)
+    except DepthDecayError:
+        return None
+    return {"order": "middle-out", "core": list(ladder.core), "drop_order": list(ladder.drop_order)}
+
+
+def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
+    """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
+    from depthdecay.decoding import rooms
+    from depthdecay.engine import Engine as PlainEngine
+
+    layer_bytes, head_bytes = engine.stack.layer_bytes(), engine.stack.head_bytes()
+    runs = [plan.last_token_of_layer(layer, tokens) for layer in range(plan.num_layers)]
+    read = sum(size * run for size, run in zip(layer_bytes, runs, strict=True)) + head_bytes * tokens
+    full = (sum(layer_bytes) + head_bytes) * tokens
+    # One token of prompt and one of answer fill one position: its bytes are counted, not computed from a config.
+    position_bytes = PlainEngine(engine.stack.model, graphs=False).generate([[0]], 1)[0].cache_bytes
+    planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)
+    depths = plan.depths(tokens)
+    return {
+        "plan": opt.plan_dict(plan),
+        "tokens": tokens,
+        "prompt_tokens": PROMPT_TOKENS,
+        "depth_table": [
+            {"depth": depth, "first_token": depths.index(depth), "tokens": depths.count(depth)}
+            for depth in plan.visited_depths(tokens)
+        ],
+        "average_depth": plan.layers_executed(tokens) / tokens,
+        "layer_speedup": plan.layer_speedup(tokens),
+        "cost_speedup": full / read,
+        "cache_bytes_full": position_bytes * max(planned),
+        "cache_bytes_saved": position_bytes * max(planned) - position_bytes * sum(planned) // plan.num_layers,
+    }
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    ladder = facts["default_ladder"]
+    sizes = sorted(set(facts["layer_bytes"]))
+    layer = size_words(sizes[0]) if len(sizes) == 1 else f"{size_words(sizes[0])} to {size_words(sizes[-1])}"
+    kinds = (
+        f"{kind['layers']} layers see " + ("everything" if kind["window"] is None else f"a window of {kind['window']}")
+        for kind in facts["attention"]
+    )
+    rows = {
+        "model": f"{facts['model']} ({facts['source']})",
+        "architecture": facts["architecture"],
+        "layers": f"{facts['num_layers']}, {layer} each",
+        "hidden size": str(facts["hidden_size"]),
+        "parameters": f"{facts['parameters'] / 1e6:,.1f} million",
+        "output matrix": size_words(facts["head_bytes"]),
+        "attention": ", ".join(kinds),
+        "context": f"{facts['context_limit']} tokens" if facts["context_limit"] else "no limit set",
+        "dtype": facts["dtype"],
+        "device": facts["device"],
+        "chat template": "yes" if facts["chat_template"] else "no",
+        "default mode": "full depth",
+        "default ladder": (
+            f"middle-out: core {layer_words(ladder['core'])}, first dropped {layer_words(ladder['drop_order'][:4])} …"
+            if ladder
+            else "none: too few layers to drop any"
+        ),
+    }
+    _print_rows(rows)
+
+
+def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
+    tokens = savings["tokens"]
+    console = out_console()
+    console.print()
+    full, saved = savings["cache_bytes_full"], savings["cache_bytes_saved"]
+    table = savings["depth_table"]
+    _print_rows(
+        {
+            "plan": plan.describe(),
+            f"depth over {tokens} tokens": f"{table[0]['depth']} to {table[-1]['depth']}, "
+            f"on average {savings['average_depth']:.2f} of {plan.num_layers}",
+            "layer speed-up": f"{savings['layer_speedup']:.3f}x",
+            "cost speed-up": f"{savings['cost_speedup']:.3f}x (bytes of weights read, with the output matrix)",
+            "keys and values": f"{size_words(saved)} of {size_words(full)} saved ({PROMPT_TOKENS} tokens of prompt)",
+        }
+    )
+    if console.is_terminal:
+        console.print()
+        console.print(depth_curve(plan.depths(tokens), plan.num_layers, table[-1]["depth"], min(console.width, 80)))
+
+
+def _print_rows(rows: dict[str, str]) -> None:
+    console = out_console()
+    if not console.is_terminal:
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            print(f"{name:<{width}}  {value}")
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, soft_wrap=False, markup=False)
+
+
+def size_words(size: int) -> str:
+    """Bytes for people, in the decimal units that bandwidths are given in."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def layer_words(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))

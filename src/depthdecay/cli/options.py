@@ -1,0 +1,221 @@
+"""Options that several sub-commands share, and what is made of them: a plan, a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from depthdecay.cli.show import working
+from depthdecay.errors import DepthDecayError
+from depthdecay.plan import Plan
+from depthdecay.schedule import exact_alpha, exact_decimal, whole_number
+
+if TYPE_CHECKING:
+    from depthdecay.engine import Engine
+    from depthdecay.models import LoadedModel
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_OVER = 256
+
+_MODEL, _PLAN, _TEXT, _OUTPUT = "Model", "Depth", "Text", "Output"
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", rich_help_panel=_MODEL)
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:N or mps; the fastest there is.", rich_help_panel=_MODEL)
+]
+Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.", rich_help_panel=_MODEL)]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the layers: slower to start, faster after.", rich_help_panel=_MODEL)
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model ships.", rich_help_panel=_MODEL)
+]
+AllowOtherWeights = Annotated[
+    bool,
+    typer.Option("--allow-other-weights", help="Use a plan made for other weights.", rich_help_panel=_PLAN),
+]
+
+PlanPath = Annotated[
+    str | None,
+    typer.Option("--plan", help="A plan: a .json file, a folder or a Hugging Face repository.", rich_help_panel=_PLAN),
+]
+# Text, not float: alpha means the decimal that was typed.
+Alpha = Annotated[
+    str | None,
+    typer.Option(metavar="NUMBER", help="Token i runs floor(L·α^i) layers; 0 < α ≤ 1.", rich_help_panel=_PLAN),
+]
+Speedup = Annotated[
+    str | None,
+    typer.Option(metavar="NUMBER", help="Layers at full depth over layers executed.", rich_help_panel=_PLAN),
+]
+Over = Annotated[int | None, typer.Option(help="Tokens over which --speedup is the average.", rich_help_panel=_PLAN)]
+WarmupTokens = Annotated[int | None, typer.Option(help="Tokens at full depth before decay.", rich_help_panel=_PLAN)]
+CoreHead = Annotated[int | None, typer.Option(help="First layers that always run [2].", rich_help_panel=_PLAN)]
+CoreTail = Annotated[int | None, typer.Option(help="Last layers that always run [2].", rich_help_panel=_PLAN)]
+MinLayers = Annotated[int | None, typer.Option(help="The depth never falls below this.", rich_help_panel=_PLAN)]
+Mode = Annotated[str | None, typer.Option(metavar="full|decay", help="full ignores the plan.", rich_help_panel=_PLAN)]
+
+MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", rich_help_panel=_TEXT)]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_TEXT)]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_TEXT)]
+TopK = Annotated[int | None, typer.Option(rich_help_panel=_TEXT)]
+TopP = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
+MinP = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
+RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.", rich_help_panel=_TEXT)]
+System = Annotated[str | None, typer.Option(help="A system prompt, for chat models.", rich_help_panel=_TEXT)]
+
+ShowDepth = Annotated[
+    bool,
+    typer.Option("--show-depth", help="Colour tokens by depth, in a terminal.", rich_help_panel=_OUTPUT),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the text.", rich_help_panel=_OUTPUT)]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The depth options as typed. Checked at once, before a model is loaded; a plan needs its number of layers."""
+
+    path: str | None = None
+    alpha: str | None = None
+    speedup: str | None = None
+    over: int | None = None
+    warmup_tokens: int | None = None
+    core_head: int | None = None
+    core_tail: int | None = None
+    min_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        sources = {"--plan": self.path, "--alpha": self.alpha, "--speedup": self.speedup}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            raise DepthDecayError(f"{' and '.join(given)} were given together; each decides the depth, so use one")
+        shaping = {
+            "--warmup-tokens": (self.warmup_tokens, 0),
+            "--core-head": (self.core_head, 0),
+            "--core-tail": (self.core_tail, 0),
+            "--min-layers": (self.min_layers, 1),
+        }
+        for name, (value, least) in shaping.items():
+            if value is None:
+                continue
+            if self.alpha is None and self.speedup is None:
+                raise DepthDecayError(f"{name} was given without a decay to shape; add --alpha or --speedup")
+            whole_number(name, value, least)
+        if self.over is not None:
+            if self.speedup is None:
+                raise DepthDecayError("--over says what --speedup is averaged over, and was given without it")
+            whole_number("--over", self.over, 1)
+        if self.alpha is not None:
+            exact_alpha(self.alpha)
+        if self.speedup is not None and exact_decimal("speed-up", self.speedup) < 1:
+            raise DepthDecayError(f"speed-up is {self.speedup}; expected a number of at least 1")
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in (self.path, self.alpha, self.speedup))
+
+    def load(self) -> Plan | None:
+        """The plan file, where one was given."""
+        return None if self.path is None else Plan.load(self.path)
+
+    def make(self, num_layers: int, new_tokens: int | None) -> Plan | None:
+        """The plan that --alpha or --speedup describes."""
+        shape: dict[str, Any] = {
+            "warmup_tokens": self.warmup_tokens,
+            "core_head": self.core_head,
+            "core_tail": self.core_tail,
+            "min_layers": self.min_layers,
+        }
+        shape = {name: value for name, value in shape.items() if value is not None}
+        if self.alpha is not None:
+            return Plan.decay(num_layers, self.alpha, **shape)
+        if self.speedup is not None:
+            over = self.over or new_tokens or DEFAULT_OVER
+            return Plan.for_speedup(num_layers, self.speedup, over_tokens=over, **shape)
+        return None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, where, and how it may be run."""
+
+    model: str = DEFAULT_MODEL
+    device: str | None = None
+    dtype: str | None = None
+    compile: bool = False
+    trust_remote_code: bool = False
+    allow_other_weights: bool = False
+
+    def load(self, quiet: bool = False) -> LoadedModel:
+        # The Hub shows bars of its own while it downloads, which a spinner would tear.
+        is_local = self.model == DEFAULT_MODEL or Path(self.model).expanduser().exists()
+        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
+            from transformers.utils import logging
+
+            from depthdecay.models import load
+
+            logging.set_verbosity_error()  # advice to programmers, which this program follows or cannot
+            return load(
+                self.model,
+                device=self.device,
+                dtype=self.dtype,
+                trust_remote_code=self.trust_remote_code,
+                progress=say,
+            )
+
+    def engine(self, loaded: LoadedModel, plan: Plan | None) -> Engine:
+        from depthdecay.engine import Engine
+
+        return Engine(
+            loaded.model,
+            loaded.tokenizer,
+            plan,
+            compile=self.compile,
+            allow_other_weights=self.allow_other_weights,
+        )
+
+
+def open_engine(
+    model: ModelOptions, plan: PlanOptions, new_tokens: int | None, mode: str | None = None, quiet: bool = False
+) -> tuple[LoadedModel, Engine]:
+    """Everything that can be refused without the model is refused first."""
+    check_new_tokens(new_tokens)
+    if mode not in (None, "full", "decay"):
+        raise DepthDecayError(f"--mode is {mode!r}; expected full or decay")
+    if mode == "decay" and not plan.given:
+        raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
+    stored = plan.load()
+    loaded = model.load(quiet)
+    layers = num_layers(loaded.model)
+    return loaded, model.engine(loaded, stored or plan.make(layers, new_tokens))
+
+
+def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:
+    """Where the colours end. They are chosen before the text is there, so by the longest that it may become."""
+    return (engine.plan or engine.full_plan).depth((new_tokens or DEFAULT_OVER) - 1)
+
+
+def num_layers(model: Any) -> int:
+    from depthdecay.stack import Stack
+
+    return Stack.of(model).num_layers
+
+
+def check_new_tokens(value: int | None) -> None:
+    if value is not None:
+        whole_number("--max-new-tokens", value, 1)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """A plan for JSON output; the sample of weights is for machines and thousands of numbers long."""
+    values = plan.to_dict()
+    if values["model"] is not None:
+        values["model"] = {name: value for name, value in values["model"].items() if name != "fingerprint"}
+    return values

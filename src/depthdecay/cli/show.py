@@ -1,0 +1,141 @@
+"""Terminal drawing: streamed text, depth colours and curves, spinners; all of it silent or plain when piped."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from depthdecay.engine import Piece, Result
+
+# Full depth first. Of middling brightness, so that they read on dark and on light backgrounds.
+_GRADIENT = ((59, 130, 246), (20, 160, 140), (202, 138, 4), (220, 80, 40))
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def out_console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def err_console() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def depth_style(depth: int, shallowest: int, num_layers: int) -> str:
+    """A colour between full depth and the shallowest that the text will reach."""
+    span = max(1, num_layers - shallowest)
+    place = min(1.0, max(0.0, (num_layers - depth) / span)) * (len(_GRADIENT) - 1)
+    low = min(int(place), len(_GRADIENT) - 2)
+    mixed = (round(a + (b - a) * (place - low)) for a, b in zip(_GRADIENT[low], _GRADIENT[low + 1], strict=True))
+    return f"rgb({','.join(map(str, mixed))})"
+
+
+class TextPrinter:
+    """Writes pieces as they come: raw when piped, without control characters and perhaps coloured in a terminal."""
+
+    def __init__(self, num_layers: int, shallowest: int, *, colour: bool = False) -> None:
+        self.console = out_console()
+        self.num_layers = num_layers
+        self.shallowest = shallowest
+        self.colour = colour
+        self.at_line_start = False  # an empty answer is a line too
+
+    def write(self, piece: Piece) -> None:
+        self.at_line_start = piece.endswith("\n")
+        if not self.console.is_terminal:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            return
+        # A model's text must not be able to move the cursor or rename the window.
+        safe = "".join(c for c in piece if c in "\n\t" or c.isprintable())
+        style = depth_style(piece.depth, self.shallowest, self.num_layers) if self.colour else ""
+        self.console.print(Text(safe, style=style), end="")
+
+    def end(self) -> None:
+        """Close the line."""
+        if not self.at_line_start:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def depth_curve(depths: Sequence[int], num_layers: int, shallowest: int, width: int, height: int = 6) -> Text:
+    """Depth over position, from 0 up, so that the empty part is what was saved; colours as in the text."""
+    label = len(str(num_layers))
+    columns = max(1, min(len(depths), width - label - 3))
+    # Each column shows the mean of its share of the text.
+    bounds = [len(depths) * column // columns for column in range(columns + 1)]
+    means = [sum(depths[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    drawing = Text()
+    for row in range(height, 0, -1):
+        at = {height: str(num_layers), 1: "0"}.get(row, "")
+        drawing.append(f"{at:>{label}} │", style="dim")
+        for mean in means:
+            eighths = round(mean / num_layers * height * 8) - (row - 1) * 8
+            if eighths <= 0:
+                drawing.append("·", style="dim")
+            else:
+                style = depth_style(round(mean), shallowest, num_layers)
+                drawing.append(_EIGHTHS[min(8, eighths)], style=style)
+        drawing.append("\n")
+    drawing.append(f"{'':>{label}} └{'─' * columns}\n", style="dim")
+    last = str(len(depths) - 1)
+    gap = max(1, columns - 1 - len(last))
+    drawing.append(
+        f"{'':>{label}}  0{' ' * gap}{last}" if columns > len(last) + 1 else f"{'':>{label}}  0", style="dim"
+    )
+    return drawing
+
+
+def depth_legend(depths: Sequence[int], num_layers: int, shallowest: int) -> Text:
+    """Which colour is which depth: about eight steps."""
+    visited = sorted(set(depths), reverse=True)
+    step = -(-len(visited) // 8)
+    shown = visited[::step]
+    if shown[-1] != visited[-1]:
+        shown.append(visited[-1])
+    legend = Text.assemble(("layers  ", "dim"))
+    for depth in shown:
+        legend.append("██", style=depth_style(depth, shallowest, num_layers))
+        legend.append(f" {depth}  ", style="dim")
+    return legend
+
+
+def summary(result: Result) -> str:
+    """What an answer took, on one line."""
+    words = [f"{len(result.token_ids)} tokens"]
+    if result.ms_per_token:
+        words.append(f"{1000 / result.ms_per_token:.1f} tokens/s")
+    words.append(f"{result.layers_executed} of {result.layers_full} layers")
+    words.append(f"layer speed-up {result.layer_speedup:.2f}x")
+    return " · ".join(words)
+
+
+def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
+    """After an answer, to the person at the terminal: what it took and, if asked for, how deep it went."""
+    console = err_console()
+    if not console.is_terminal or not result.depths:
+        return
+    if show_depth:
+        console.print()
+        console.print(depth_curve(result.depths, result.num_layers, shallowest, console.width), soft_wrap=True)
+        console.print(depth_legend(result.depths, result.num_layers, shallowest))
+    console.print(Text(summary(result), style="dim"))
+
+
+@contextmanager
+def working(message: str, *, quiet: bool = False, spinner: bool = True) -> Iterator[Callable[[str], None]]:
+    """Says what takes long, to a terminal only; the function given changes the message."""
+    console = err_console()
+    if quiet or not console.is_terminal:
+        yield lambda message: None
+    elif not spinner:
+        yield lambda message: console.print(Text(message, style="dim"))
+    else:
+        with console.status(message, spinner="dots") as status:
+            yield lambda message: status.update(message)

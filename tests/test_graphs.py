@@ -1,0 +1,129 @@
+"""The graph path without a GPU: the same passes, buckets and device clock, replayed by calling them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, PROMPTS, tiny_model
+from reference import reference_tokens
+from test_engine import ORDERS, plan_with
+
+import depthdecay as dd
+from depthdecay import gemv, graphs
+from depthdecay.cache import bucket_for
+
+
+class Replay:
+    """Stands in for a CUDA graph: runs the recorded pass."""
+
+    def __init__(self, decoder: graphs.GraphDecoder, dropped: frozenset[int], bucket: int) -> None:
+        self.decoder, self.dropped, self.bucket = decoder, dropped, bucket
+
+    def replay(self) -> None:
+        self.decoder.layer_pass.dropped = self.dropped
+        with self.decoder._decoding_layout(self.bucket):
+            self.decoder._pass(self.bucket)
+        assert self.decoder.position is not None
+        self.decoder.position += 1
+        self.decoder.static_position_ids += 1
+
+
+def record(decoder: graphs.GraphDecoder, depth: int, bucket: int) -> graphs._Graph:
+    dropped = frozenset(decoder.plan.dropped(depth))
+    decoder.layer_pass.dropped, decoder.layer_pass.layers_executed = dropped, 0
+    with decoder._decoding_layout(bucket):
+        decoder._pass(bucket)  # a capture's warm-up really runs, and must do no harm
+    return graphs._Graph(Replay(decoder, dropped, bucket), decoder.layer_pass.layers_executed)  # type: ignore[arg-type]
+
+
+def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
+    monkeypatch.setattr(graphs.GraphDecoder, "_capture", record)
+    engine = dd.Engine(model, plan=plan)
+    engine.uses_graphs = True
+    engine.compiled = graphs.CompiledLayers() if compile else None
+    return engine
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_buckets_and_device_clock_give_the_same_text(
+    architecture: str, order: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(architecture), plan_with(order)
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)  # so that a short text crosses buckets
+    engine = graph_engine(monkeypatch, model, plan)
+    expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
+    results = engine.generate(PROMPTS, max_new_tokens=24)
+    assert [(r.token_ids, r.depths) for r in results] == expected
+    again = engine.generate(PROMPTS, max_new_tokens=20)  # graphs and cache are used again
+    assert [r.token_ids for r in again] == [tokens[:20] for tokens, _ in expected]
+    single = engine.generate(PROMPTS[:1], max_new_tokens=24)
+    assert single[0].token_ids == expected[0][0]
+
+
+def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.2, "seed": 5, "repetition_penalty": 1.2}
+    expected = dd.Engine(model, plan=plan).generate(PROMPTS, **settings)
+    results = graph_engine(monkeypatch, model, plan).generate(PROMPTS, **settings)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(ORDERS["first-layers-too"])
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
+    assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 24)[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(LAYERS))
+
+
+@pytest.mark.parametrize(("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)])
+def test_products_that_share_their_input_become_one_call(
+    architecture: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    replace = gemv._replace
+    monkeypatch.setattr(gemv, "_replace", lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)))
+    model, plan = tiny_model(architecture, sliding_window=None).to(torch.bfloat16), plan_with(None)
+    torch._dynamo.reset()
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result = engine.generate(PROMPTS[:1], max_new_tokens=3)[0]
+    assert len(result.token_ids) == 3
+    assert made[: len(groups)] == groups
+
+
+def test_gemv_without_a_gpu_is_the_plain_product() -> None:
+    x, weights = torch.randn(1, 8), [torch.randn(5, 8), torch.randn(3, 8)]
+    expected = torch.cat([x @ w.t() for w in weights], dim=1)
+    assert torch.allclose(torch.ops.depthdecay.gemv(x, weights, False), expected)
+    torch.library.opcheck(gemv.gemv, (x, weights, False))
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.GraphDecoder, "_capture", fail)
+    with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
+        results = engine.generate(PROMPTS, max_new_tokens=16)
+    expected = dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)
+    assert [(r.token_ids, r.depths) for r in results] == [(r.token_ids, r.depths) for r in expected]
+
+
+def test_buckets_cover_the_text_and_waste_little() -> None:
+    before = 0
+    for filled in range(1, 20000):
+        bucket = bucket_for(filled)
+        assert bucket >= filled
+        assert bucket >= before
+        assert bucket - filled < max(128, filled / 8 + 1)
+        before = bucket
+    assert len({bucket_for(n) for n in range(1, 32769)}) < 60
