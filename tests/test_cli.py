@@ -1,0 +1,430 @@
+"""The command line: what it prints, and that every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, tiny_config, tiny_model
+from rich.console import Console
+from saved_model import save_tiny_chat_model
+from transformers import AutoModelForMaskedLM
+from typer.testing import CliRunner
+
+from depthdecay import Plan
+from depthdecay.cli import app
+from depthdecay.cli.chat import Conversation
+from depthdecay.cli.options import PlanOptions, plan_dict
+from depthdecay.cli.show import depth_curve, depth_legend, depth_style
+from depthdecay.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.identity import identity
+from depthdecay.models import load
+
+JSON_FIELDS = {
+    *("text", "token_ids", "depths", "layers_executed", "layers_full", "layer_speedup", "ms_per_token"),
+    *("tokens_per_second", "mode", "plan", "finish_reason", "seconds", "prompt_tokens", "model", "seed"),
+    *("cache_bytes", "cache_bytes_saved"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+def run(*arguments: str, input: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=input)
+
+
+def refused(*arguments: str, input: str | bytes | None = None) -> str:
+    """Run something that must be refused: code 2, one line on stderr, nothing on stdout. The line."""
+    result = run(*arguments, input=input)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("depthdecay: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return str(result.stderr)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from depthdecay.cli import app\n"
+        "for words in (['--help'], ['--version'], ['generate', '--help'], ['demo', '--help']):\n"
+        "    assert CliRunner().invoke(app, words).exit_code == 0, words\n"
+        "assert CliRunner().invoke(app, ['generate', '--alpha', '2', 'hi']).exit_code == 2\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_module_runs_as_a_program() -> None:
+    result = subprocess.run([sys.executable, "-m", "depthdecay", "--version"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout.startswith("depthdecay 0.")
+
+
+def test_usage_errors_exit_with_2() -> None:
+    assert run("generate", "--no-such-option", "hi").exit_code == 2
+    assert run("no-such-command").exit_code == 2
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_piped_text_is_only_the_text(tiny: str) -> None:
+    piped = run("generate", "-m", tiny, "-n", "12", "hello")
+    assert piped.exit_code == 0, piped.output
+    assert piped.stderr == ""
+    answer = json.loads(run("generate", "-m", tiny, "-n", "12", "hello", "--json").stdout)
+    assert piped.stdout == answer["text"] + "\n"
+    assert "\x1b" not in piped.stdout.replace(answer["text"], "")
+
+
+def test_json_is_one_object_at_full_depth_by_default(tiny: str) -> None:
+    result = run("generate", "-m", tiny, "-n", "6", "hello", "--json")
+    answer = json.loads(result.stdout)
+    assert answer.keys() == JSON_FIELDS
+    assert answer["mode"] == "full"
+    assert answer["plan"] is None
+    assert answer["depths"] == [LAYERS] * 6
+    assert answer["layers_executed"] == answer["layers_full"] == LAYERS * 6
+    assert answer["layer_speedup"] == 1.0
+    assert answer["tokens_per_second"] == pytest.approx(1000 / answer["ms_per_token"])
+
+
+def test_json_with_alpha_follows_the_rule(tiny: str) -> None:
+    answer = json.loads(run("generate", "-m", tiny, "-n", "10", "--alpha", "0.9", "hello", "--json").stdout)
+    plan = Plan.decay(LAYERS, "0.9")
+    assert answer["mode"] == "decay"
+    assert answer["depths"] == list(plan.depths(10))
+    assert Plan.from_dict(answer["plan"]) == plan
+
+
+def test_speedup_is_averaged_over_the_answer_unless_told(tiny: str) -> None:
+    answer = json.loads(run("generate", "-m", tiny, "-n", "16", "--speedup", "1.3", "hello", "--json").stdout)
+    assert answer["plan"]["schedule"]["horizon"] == 16
+    assert answer["layer_speedup"] >= 1.3
+    told = run("generate", "-m", tiny, "-n", "4", "--speedup", "1.3", "--over", "64", "hello", "--json")
+    assert json.loads(told.stdout)["plan"]["schedule"]["horizon"] == 64
+
+
+def test_mode_full_ignores_the_plan(tiny: str) -> None:
+    words = ("generate", "-m", tiny, "-n", "8", "hello", "--json")
+    full = json.loads(run(*words).stdout)
+    forced = json.loads(run(*words, "--alpha", "0.8", "--mode", "full").stdout)
+    assert forced["token_ids"] == full["token_ids"]
+    assert forced["mode"] == "full"
+
+
+def test_prompt_from_file_stdin_and_argument_agree(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("héllo", encoding="utf-8")
+    words = ("generate", "-m", tiny, "-n", "5", "--json")
+    answers = [run(*words, "héllo"), run(*words, "--prompt-file", str(file)), run(*words, "-", input="héllo")]
+    assert len({tuple(json.loads(answer.stdout)["token_ids"]) for answer in answers}) == 1
+
+
+def test_raw_leaves_out_the_template(tiny: str) -> None:
+    words = ("generate", "-m", tiny, "-n", "1", "abc", "--json")
+    assert json.loads(run(*words, "--raw").stdout)["prompt_tokens"] == 3
+    assert json.loads(run(*words).stdout)["prompt_tokens"] > 3
+
+
+def test_seeded_sampling_repeats(tiny: str) -> None:
+    words = ("generate", "-m", tiny, "-n", "8", "--temperature", "1.5", "hello", "--json", "--seed")
+    first, again, other = (json.loads(run(*words, seed).stdout) for seed in ("1", "1", "2"))
+    assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert first["seed"] == 1
+
+
+def test_a_plan_file_is_used_and_its_weights_left_out_of_the_json(tiny: str, tmp_path: Path) -> None:
+    model = load(tiny, device="cpu").model
+    plan = Plan.decay(LAYERS, 0.9).with_model(identity(model, "tiny"))
+    file = plan.save(tmp_path / "plan.json")
+    result = run("generate", "-m", tiny, "-n", "6", "--plan", str(file), "hi", "--json")
+    answer = json.loads(result.stdout)
+    assert answer["depths"] == list(plan.depths(6))
+    assert "fingerprint" not in answer["plan"]["model"]
+    assert result.stderr == ""
+
+
+def test_other_weights_are_warned_about_on_one_line(tiny: str, tmp_path: Path) -> None:
+    other = save_tiny_chat_model(tmp_path / "other", seed=1)
+    plan = Plan.decay(LAYERS, 0.9).with_model(identity(load(other, device="cpu").model))
+    result = run("generate", "-m", tiny, "-n", "3", "--plan", str(plan.save(tmp_path / "p.json")), "hi")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: ")
+    assert result.stderr.count("\n") == 1
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", ["0", "-0.5", "1.01", "nan", "x"])
+def test_alpha_outside_its_range(alpha: str) -> None:
+    assert "alpha" in refused("generate", "hi", "--alpha", alpha)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plan", "p.json", "--alpha", "0.9"), "--plan and --alpha"),
+        (("--alpha", "0.9", "--speedup", "1.2"), "--alpha and --speedup"),
+        (("--warmup-tokens", "3"), "--warmup-tokens"),
+        (("--core-head", "3"), "--core-head"),
+        (("--over", "64", "--alpha", "0.9"), "--over"),
+        (("--mode", "decay"), "--mode decay"),
+        (("--mode", "lossy"), "expected full or decay"),
+        (("--speedup", "0.5"), "at least 1"),
+        (("--alpha", "0.9", "--warmup-tokens", "-1"), "--warmup-tokens"),
+        (("--max-new-tokens", "-3"), "--max-new-tokens"),
+        (("--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--raw", "--system", "be brief"), "--raw"),
+        (("--json", "--show-depth"), "--show-depth"),
+        (("--plan", "no/such/plan.json"), "no plan at"),
+        (("--prompt-file", "f"), "together"),
+    ],
+)
+def test_contradictions_and_bad_values_are_refused_before_loading(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthdecay.models.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    assert said in refused("generate", "hi", *words)
+
+
+def test_speedup_that_cannot_be_reached(tiny: str) -> None:
+    assert "cannot be reached" in refused("generate", "-m", tiny, "hi", "--speedup", "50")
+
+
+def test_core_layers_that_leave_no_flex_layer(tiny: str) -> None:
+    words = ("--alpha", "0.9", "--core-head", "4", "--core-tail", "4")
+    assert "no flex layer" in refused("generate", "-m", tiny, "hi", *words)
+
+
+def test_plan_of_another_model(tiny: str, tmp_path: Path) -> None:
+    file = str(Plan.decay(30, 0.99).save(tmp_path / "plan.json"))
+    line = refused("generate", "-m", tiny, "hi", "--plan", file)
+    assert "30 layers" in line
+    assert str(LAYERS) in line
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_empty_prompts(prompt: str, tmp_path: Path) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_text(prompt)
+    assert "empty" in refused("generate", prompt)
+    assert "empty" in refused("generate", "--prompt-file", str(file))
+    assert "empty" in refused("generate", "-", input=prompt)
+
+
+def test_no_prompt() -> None:
+    assert "no prompt" in refused("generate")
+
+
+def test_prompt_longer_than_the_context(tiny: str) -> None:
+    assert "context holds 256" in refused("generate", "-m", tiny, "a" * 300)
+
+
+def test_prompt_file_that_is_not_utf8_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes("naïve".encode("latin-1"))
+    assert "not UTF-8" in refused("generate", "--prompt-file", str(file))
+    assert "not UTF-8" in refused("generate", "-", input=b"\xff\xfe")
+    assert "cannot be read" in refused("generate", "--prompt-file", str(tmp_path / "none.txt"))
+    assert "cannot be read" in refused("generate", "--prompt-file", str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["generate", "info", "check"])
+def test_unknown_model(command: str, tmp_path: Path) -> None:
+    words = ("hi",) if command == "generate" else ()
+    assert "no file or folder" in refused(command, *words, "-m", str(tmp_path / "nothing.gguf"))
+
+
+def test_truncated_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 10, 10) + b"\x00" * 7)
+    assert "cut.gguf" in refused("generate", "hi", "-m", str(file))
+
+
+def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
+    config = tiny_config("bert")
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    assert "no causal language model" in refused("generate", "hi", "-m", str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
+def test_cuda_where_there_is_none(tiny: str) -> None:
+    assert "cuda" in refused("generate", "hi", "-m", tiny, "--device", "cuda")
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    assert "tokenizer" in refused("generate", "hi", "-m", str(tmp_path))
+
+
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("depthdecay.models.load", interrupt)
+    result = run("generate", "hi")
+    assert result.exit_code == 130
+    assert result.stderr == "depthdecay: interrupted\n"
+
+
+# --- chat -----------------------------------------------------------------------------------------------------------
+
+
+def test_chat_reads_a_turn_a_line(tiny: str) -> None:
+    result = run("chat", "-m", tiny, "-n", "3", "--stop", "\n", input="hello\n\n/help\n/exit\nnever\n")
+    assert result.exit_code == 0, result.output
+    assert "/reset" in result.stderr
+    assert result.stdout.count("\n") == 1
+
+
+def test_chat_re_reads_the_whole_conversation(tiny: str) -> None:
+    loaded = load(tiny, device="cpu")
+    engine = Engine(loaded.model, loaded.tokenizer, Plan.decay(LAYERS, 0.9))
+    conversation = Conversation(engine, "be brief", {"max_new_tokens": 4}, show_depth=False, quiet=True)
+    conversation.answer("one")
+    conversation.answer("two")
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
+    # The second answer is the one that a fresh engine gives to the text alone: nothing decayed was built on.
+    fresh = Engine(loaded.model, loaded.tokenizer, Plan.decay(LAYERS, 0.9))
+    assert fresh.generate([conversation.messages[:4]], 4)[0].text == conversation.messages[4]["content"]
+    conversation.reset()
+    assert [m["role"] for m in conversation.messages] == ["system"]
+
+
+def test_chat_says_when_the_conversation_is_too_long(tiny: str) -> None:
+    result = run("chat", "-m", tiny, "-n", "2", input="a" * 300 + "\n")
+    assert result.exit_code == 2
+    assert "/reset" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_refused_turn_leaves_no_trace(tiny: str) -> None:
+    loaded = load(tiny, device="cpu")
+    engine = Engine(loaded.model, loaded.tokenizer)
+    conversation = Conversation(engine, None, {"max_new_tokens": 2}, show_depth=False, quiet=True)
+    with pytest.raises(DepthDecayError, match="/reset"):
+        conversation.answer("a" * 300)
+    assert conversation.messages == []
+
+
+def test_chat_needs_a_template(tmp_path: Path) -> None:
+    assert "chat template" in refused("chat", "-m", save_tiny_chat_model(tmp_path, chat=False), input="hi\n")
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_tells_sizes_and_savings(tiny: str) -> None:
+    facts = json.loads(run("info", "-m", tiny, "--speedup", "1.3", "--over", "32", "--json").stdout)
+    model = load(tiny, device="cpu").model
+    assert facts["num_layers"] == LAYERS
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["layer_bytes"][0] == sum(p.numel() * 4 for p in model.model.layers[0].parameters())
+    assert facts["head_bytes"] == model.lm_head.weight.numel() * 4
+    assert facts["context_limit"] == 256
+    assert facts["default_ladder"]["core"] == [0, 1, LAYERS - 2, LAYERS - 1]
+    savings = facts["savings"]
+    assert savings["tokens"] == 32
+    assert 1 < savings["cost_speedup"] < savings["layer_speedup"]
+    assert savings["average_depth"] == pytest.approx(LAYERS / savings["layer_speedup"])
+    assert sum(row["tokens"] for row in savings["depth_table"]) == 32
+
+
+def test_info_promises_the_cache_that_the_engine_saves(tiny: str) -> None:
+    savings = json.loads(run("info", "-m", tiny, "--alpha", "0.95", "--tokens", "24", "--json").stdout)["savings"]
+    loaded = load(tiny, device="cpu")
+    engine = Engine(loaded.model, None, Plan.decay(LAYERS, "0.95"), graphs=False)
+    result = engine.generate([[5] * savings["prompt_tokens"]], 24)[0]
+    assert savings["cache_bytes_saved"] == result.cache_bytes_saved > 0
+    assert savings["cache_bytes_full"] == result.cache_bytes + result.cache_bytes_saved
+
+
+def test_info_for_people_is_plain_when_piped(tiny: str) -> None:
+    result = run("info", "-m", tiny, "--alpha", "0.95")
+    assert result.exit_code == 0
+    assert "LlamaForCausalLM" in result.stdout
+    assert "layer speed-up" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+# --- drawing and options --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 128, 5000])
+@pytest.mark.parametrize("width", [12, 40, 100])
+def test_depth_curve_fits_the_width(tokens: int, width: int) -> None:
+    depths = Plan.decay(30, 0.99).depths(tokens)
+    lines = depth_curve(depths, 30, depths[-1], width).plain.split("\n")
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("30 │")
+    assert "·" not in lines[5]
+
+
+def test_legend_names_first_and_last_depth() -> None:
+    legend = depth_legend(Plan.decay(80, 0.99).depths(300), 80, 4).plain
+    assert " 80 " in legend
+    assert " 4 " in legend
+
+
+def test_depth_colours_differ_and_are_valid() -> None:
+    styles = [depth_style(depth, 4, 30) for depth in range(4, 31)]
+    assert len(set(styles)) == len(styles)
+    assert depth_style(30, 30, 30) == styles[-1]
+    Console().get_style(styles[0])
+
+
+def test_plan_options_describe_the_same_plan_as_the_library() -> None:
+    options = PlanOptions(speedup="1.25", over=64, warmup_tokens=4, core_head=3, core_tail=1, min_layers=5)
+    made = options.make(28, None)
+    expected = Plan.for_speedup(28, 1.25, over_tokens=64, warmup_tokens=4, core_head=3, core_tail=1, min_layers=5)
+    assert made == expected
+    assert plan_dict(expected) == expected.to_dict()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_in_a_terminal_show_depth_colours_and_draws(tiny: str) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "depthdecay", "generate", "-m", tiny, "-n", "8", "--alpha", "0.9", "--show-depth"]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [*words, "hello"], stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while data := os.read(ours, 4096):
+            output += data
+    except OSError:
+        pass  # how Linux says that the other side is closed
+    finally:
+        os.close(ours)
+    text = output.decode("utf-8", "replace")
+    assert process.wait() == 0, text
+    assert "\x1b[38;" in text
+    assert "│" in text
+    assert "layer speed-up" in text

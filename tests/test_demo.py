@@ -1,0 +1,73 @@
+"""The demo: both answers, the figures, the picture, and the plain words about quality."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from saved_model import save_tiny_chat_model
+from typer.testing import CliRunner
+
+from depthdecay import Plan
+from depthdecay.cli import app
+from depthdecay.demo import Timing, draw_depths
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+def demo(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["demo", "--max-new-tokens", "24", "--warmup-tokens", "4", *words])
+    return result.exit_code, result.output
+
+
+def test_demo_shows_both_and_says_what_protects_quality(tiny: str, tmp_path: Path) -> None:
+    code, output = demo("-m", tiny, "--out", str(tmp_path / "new" / "folder"))
+    assert code == 0, output
+    for words in ("full depth", "depth decay", "wall-clock", "texts differ", "uncalibrated", "lossless"):
+        assert words in output
+    assert (tmp_path / "new" / "folder" / "depth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_how_to_get_it(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, output = demo("-m", tiny, "--out", str(tmp_path))
+    assert code == 0, output
+    assert "depthdecay[plot]" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for words in (("--speedup", "90"), ("--speedup", "0"), ("-n", "-1"), ("--question", " "), ("--out", str(file))):
+        code, output = demo("-m", tiny, *words)
+        assert code == 2, output
+        assert output.splitlines()[-1].startswith("depthdecay: ")
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_picture_draws_any_length(tokens: int, tmp_path: Path) -> None:
+    plan = Plan.decay(80, 0.99)
+    draw_depths(plan.depths(tokens), 80, plan, "some/model").savefig(tmp_path / "p.png", dpi=40)
+    assert (tmp_path / "p.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("full", "decay", "steady"),
+    [
+        ((66.0, 68.0), (60.0, 61.0), True),
+        ((60.0, 61.0), (66.0, 68.0), True),  # slower is a result too
+        ((214.5, 66.0), (65.5, 65.0), False),  # another process took a core during one run
+        ((214.5, 215.0), (65.5, 65.0), False),  # 3.3 times as fast by a tenth fewer layers cannot be
+        ((0.0, 0.0), (0.0, 0.0), False),  # one token: no decoding step was timed
+    ],
+)
+def test_a_ratio_is_shown_only_where_it_means_something(
+    full: tuple[float, float], decay: tuple[float, float], steady: bool
+) -> None:
+    assert Timing(full, decay).is_steady(layer_speedup=1.1) is steady
