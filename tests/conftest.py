@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-# Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine make minutes of seconds.
+# Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine take minutes.
 torch.set_num_threads(1)
 
 VOCABULARY = 97

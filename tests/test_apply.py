@@ -158,9 +158,14 @@ def test_two_blocks_left_in_the_wrong_order_restore_the_model() -> None:
 def test_an_exception_restores_the_model() -> None:
     model = tiny_model()
     before = everything(model)
-    with pytest.raises(KeyboardInterrupt), dd.applied(model, plan_with(None)):
-        generate(model, PROMPTS, 3)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with dd.applied(model, plan_with(None)):
+            generate(model, PROMPTS, 3)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert_same(model, before)
 
 

@@ -81,13 +81,19 @@ def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(LAYERS))
 
 
-@pytest.mark.parametrize(("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)])
+@pytest.mark.parametrize(
+    ("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)]
+)
 def test_products_that_share_their_input_become_one_call(
     architecture: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     replace = gemv._replace
-    monkeypatch.setattr(gemv, "_replace", lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)))
+    monkeypatch.setattr(
+        gemv,
+        "_replace",
+        lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)),
+    )
     model, plan = tiny_model(architecture, sliding_window=None).to(torch.bfloat16), plan_with(None)
     torch._dynamo.reset()
     engine = graph_engine(monkeypatch, model, plan, compile=True)

@@ -35,7 +35,10 @@ def recurrent(model_type: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: AutoModelForSeq2SeqLM.from_config(T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2)), "decoder"),
+        (
+            lambda: AutoModelForSeq2SeqLM.from_config(T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2)),
+            "decoder",
+        ),
         (lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)), "generate"),
         (lambda: recurrent("mamba", state_size=4), "layer|state|attention"),
         (

@@ -12,7 +12,7 @@ from depthdecay.text import TextStream
 
 
 class Bytes:
-    """A tokenizer whose tokens are single bytes; 256 is special. Incomplete characters decode to U+FFFD, as real ones do."""
+    """A tokenizer of single bytes; 256 is special. Incomplete characters decode to U+FFFD, as with real ones."""
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from depthdecay.cli.bench import bench
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
 from depthdecay.cli.generate import generate
@@ -87,6 +88,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(info)
 app.command()(check)
+app.command()(bench)
 app.command()(demo)
 
 

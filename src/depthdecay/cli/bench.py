@@ -1,0 +1,160 @@
+"""`depthdecay bench`: decoding speed, ours and transformers' in one run, as a table and a result file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import working
+from depthdecay.errors import DepthDecayError
+from depthdecay.schedule import whole_number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from depthdecay.bench import Report, Row
+    from depthdecay.plan import Plan
+
+_PANEL = "Measurement"
+
+
+def bench(
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random weights in a true shape: llama-2-7b, llama-2-13b, llama-2-70b, qwen2.5-1.5b, tiny."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Real weights instead of a shape.")] = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", rich_help_panel=_PANEL)] = 256,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.", rich_help_panel=_PANEL)] = 32,
+    batch: Annotated[int, typer.Option(help="Sequences in lock-step.", rich_help_panel=_PANEL)] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="Interleaved repetitions; medians are shown.", rich_help_panel=_PANEL)
+    ] = 3,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Some of generate,generate-static,full,decay; all that fit.", rich_help_panel=_PANEL),
+    ] = None,
+    compile: Annotated[bool, typer.Option(help="Compile the layers, on CUDA.", rich_help_panel=_PANEL)] = True,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
+) -> None:
+    """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
+    if shape is not None and model is not None:
+        raise DepthDecayError("--shape and --model were given together; bench one of them at a time")
+    for name, value, least in (("--new-tokens", new_tokens, 2), ("--prompt-tokens", prompt_tokens, 1)):
+        whole_number(name, value, least)
+    for name, value in (("--batch", batch), ("--rounds", rounds)):
+        whole_number(name, value, 1)
+    if plan is None and alpha is None and speedup is None:
+        speedup = "1.25"
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over)
+    stored = plan_options.load()
+    with working("preparing …") as say:
+        from transformers.utils import logging
+
+        from depthdecay.bench import METHODS, random_model, run_bench
+        from depthdecay.devices import choose_device, choose_dtype
+
+        logging.set_verbosity_error()
+        place = choose_device(device)
+        if shape is not None:
+            import torch
+
+            number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+            say(f"making {shape} with random weights")
+            network, name = random_model(shape, place, number_type), shape
+        else:
+            loaded = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype).load(quiet=True)
+            network, name = loaded.model, loaded.name
+        used: Plan | None = stored or plan_options.make(opt.num_layers(network), new_tokens)
+        assert used is not None
+        # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
+        fitting = [method for method in METHODS if place.type == "cuda" or method != "generate-static"]
+        report = run_bench(
+            network,
+            name,
+            used,
+            new_tokens=new_tokens,
+            prompt_tokens=prompt_tokens,
+            batch=batch,
+            rounds=rounds,
+            methods=methods.split(",") if methods else fitting,
+            compile_layers=compile,
+            progress=say,
+        )
+    _print_report(report)
+    if json_file is not None:
+        from depthdecay.results import write_result
+
+        write_result(json_file, json.loads(json.dumps(report.to_dict())))
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    settings = report.settings
+    console.print(
+        f"[bold]{report.model}[/], {settings['dtype']} on {settings['device']}, batch {settings['batch']}, prompt of "
+        f"{settings['prompt_tokens']}, {settings['new_tokens']} new tokens"
+    )
+    console.print(
+        f"[dim]{report.weight_gb:.2f} GB of weights a step at full depth; a copy moves "
+        f"{report.copy_gb_per_second:.0f} GB/s; {settings['plan']}[/]\n"
+    )
+    console.print(_table(report))
+    for row in report.rows:
+        if row.error:
+            console.print(f"[red]{row.title} failed:[/] {row.error}", highlight=False)
+    for name, ratio in report.ratios.items():
+        console.print(f"{name}: {ratio:.2f}x")
+    if settings["device"] == "cpu":
+        console.print("[dim]CPU times are only worth comparing within one run: the rounds are interleaved for that.[/]")
+
+
+def _table(report: Report) -> Table:
+    """Methods side by side, a line per figure: narrow enough for any terminal."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for row in report.rows:
+        table.add_column(_HEADINGS[row.method], justify="right")
+    for label, show in _FIGURES.items():
+        table.add_row(label, *("[red]failed[/]" if row.error else show(row) for row in report.rows))
+    return table
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "–" if value is None else f"{value:.{digits}f}{unit}"
+
+
+_HEADINGS = {
+    "generate": "transformers\ngenerate",
+    "generate-static": "generate,\nstatic, compiled",
+    "full": "depthdecay\nfull depth",
+    "decay": "depthdecay\ndecay",
+}
+_FIGURES: dict[str, Callable[[Row], str]] = {
+    "ms/token": lambda row: _number(row.ms_per_token, 3),
+    "  fastest–slowest round": lambda row: f"{_number(row.ms_min, 2)}–{_number(row.ms_max, 2)}",
+    "tokens/s": lambda row: _number(row.tokens_per_second, 1),
+    "GB/s of weights": lambda row: _number(row.gb_per_second, 1),
+    "share of copy bandwidth": lambda row: _number(100 * (row.bandwidth_share or 0), 0, "%"),
+    "layers executed": lambda row: str(row.layers_executed),
+    "layer speed-up": lambda row: _number(row.layer_speedup, 3, "x"),
+    "cost speed-up (ideal)": lambda row: _number(row.cost_speedup, 3, "x"),
+    "wall-clock speed-up": lambda row: _number(row.wall_clock_speedup, 3, "x"),
+    "realised of the ideal": lambda row: _number(row.realised, 3),
+    "memory GB": lambda row: _number(row.memory_gb, 1),
+    "set-up s": lambda row: _number(row.setup_seconds, 1),
+}

@@ -1,0 +1,86 @@
+"""Result files: figures together with what they were measured on, so that every claim can be run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .errors import DepthDecayError
+
+_PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers")
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, commit and command. No host name and no path: they say nothing about the figures."""
+    import torch
+
+    from . import __version__
+
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": properties.name, "gpu_memory_gb": round(properties.total_memory / 1e9, 1)}
+        machine["cuda"] = torch.version.cuda
+    versions = {"depthdecay": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    command = shlex.join(["depthdecay", *(Path(arg).name if os.path.isabs(arg) else arg for arg in sys.argv[1:])])
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": machine,
+        "versions": versions,
+    }
+
+
+def write_result(path: str | Path, figures: dict[str, Any]) -> None:
+    """Write figures with their provenance; a half-written file never takes the place of a whole one."""
+    target = Path(path)
+    content = json.dumps({**provenance(), **figures}, indent=2, ensure_ascii=False) + "\n"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        raise DepthDecayError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _commit() -> str | None:
+    """The commit of the source that runs; a copy without its history is told by DEPTHDECAY_COMMIT."""
+    if os.environ.get("DEPTHDECAY_COMMIT"):
+        return os.environ["DEPTHDECAY_COMMIT"]
+    try:
+        folder = Path(__file__).parent
+        return subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,129 @@
+"""The benchmark's arithmetic and its honesty; never its speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import depthdecay as dd
+from depthdecay.bench import SHAPES, Report, random_model, run_bench
+from depthdecay.cli import app
+from depthdecay.errors import DepthDecayError
+from depthdecay.stack import Stack
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    model = random_model("tiny", CPU, torch.float32)
+    model.generation_config.eos_token_id = 7
+    plan = dd.Plan.for_speedup(8, 1.5, over_tokens=24)
+    made = run_bench(
+        model, "tiny", plan, new_tokens=24, prompt_tokens=5, rounds=2, methods=["generate", "full", "decay"]
+    )
+    assert model.generation_config.eos_token_id == 7  # taken out for the run, then put back
+    return made
+
+
+def test_layers_are_counted_and_costs_follow_from_bytes(report: Report) -> None:
+    rows = {row.method: row for row in report.rows}
+    plan = dd.Plan.for_speedup(8, 1.5, over_tokens=24)
+    assert rows["full"].layers_executed == rows["generate"].layers_executed == 8 * 24
+    assert rows["decay"].layers_executed == plan.layers_executed(24)
+    stack = Stack.of(random_model("tiny", CPU, torch.float32))
+    layer, head = stack.layer_bytes()[0], stack.head_bytes()
+    read = sum(plan.depth(i) * layer + head for i in range(1, 24)) / 23
+    assert rows["decay"].cost_speedup == pytest.approx((8 * layer + head) / read)
+    assert rows["full"].cost_speedup == 1
+
+
+def test_realised_is_wall_clock_over_cost(report: Report) -> None:
+    decay = next(row for row in report.rows if row.method == "decay")
+    assert decay.wall_clock_speedup is not None
+    assert decay.cost_speedup is not None
+    assert decay.realised == pytest.approx(decay.wall_clock_speedup / decay.cost_speedup)
+    assert decay.ms_per_token is not None
+    assert decay.ms_min is not None
+    assert decay.ms_max is not None
+    assert decay.ms_min <= decay.ms_per_token <= decay.ms_max
+
+
+def test_a_peer_that_fails_leaves_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("tiny", CPU, torch.float32)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setattr(model, "generate", broken)
+    made = run_bench(model, "tiny", dd.Plan.decay(8, 0.9), new_tokens=6, rounds=1, methods=["generate", "full"])
+    assert made.rows[0].error == "RuntimeError: no such kernel"
+    assert made.rows[0].ms_per_token is None
+    assert made.rows[1].error is None
+
+
+def test_true_shapes() -> None:
+    """Parameters of the real models, in billions, from the shapes alone."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "qwen2.5-1.5b": 1.54}
+    for shape, billions in sizes.items():
+        settings = dict(SHAPES[shape])
+        config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(DepthDecayError, match="llama-9"):
+        random_model("llama-9", CPU, torch.float32)
+    with pytest.raises(DepthDecayError, match="quick"):
+        run_bench(random_model("tiny", CPU, torch.float32), "tiny", dd.Plan.decay(8, 0.9), methods=["quick"])
+
+
+def test_command_writes_a_result_file(tmp_path: Path) -> None:
+    target = tmp_path / "results" / "tiny.json"
+    command = [
+        "bench",
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--new-tokens",
+        "8",
+        "--rounds",
+        "1",
+        "--json",
+        str(target),
+    ]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "realised" in result.output
+    written = json.loads(target.read_text())
+    assert {"command", "commit", "machine", "versions", "rows", "settings"} <= written.keys()
+    assert str(tmp_path) not in target.read_text()  # the result says nothing about where it was made
+    assert [row["method"] for row in written["rows"]] == ["generate", "full", "decay"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shape", "llama-9"], "llama-9"),
+        (["--shape", "tiny", "--model", "x"], "--model"),
+        (["--shape", "tiny", "--new-tokens", "1"], "--new-tokens"),
+        (["--shape", "tiny", "--batch", "0"], "--batch"),
+        (["--shape", "tiny", "--methods", "warp"], "warp"),
+        (["--shape", "tiny", "--speedup", "9"], "9"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "--device", "cpu", *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,202 @@
+"""The fast path on a GPU: graphs, compiled layers and our own kernel against eager decoding. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, PROMPTS, tiny_model
+from reference import reference_tokens
+from test_engine import ORDERS, plan_with
+
+import depthdecay as dd
+from depthdecay import graphs
+from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def on_gpu(architecture: str = "llama", **changes: Any) -> Any:
+    return tiny_model(architecture, **changes).cuda()
+
+
+def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts]).cuda()
+    mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts]).cuda()
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    return output[:, length:].tolist()
+
+
+def test_graphs_at_full_depth_equal_generate(architecture: str) -> None:
+    model = on_gpu(architecture)
+    engine = dd.Engine(model)
+    assert engine.uses_graphs
+    for prompts in (PROMPTS[:1], PROMPTS):
+        assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=24)] == generate(model, prompts, 24)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_graphs_equal_the_reference(architecture: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    plan = plan_with(order)
+    results = dd.Engine(on_gpu(architecture), plan=plan).generate(PROMPTS, max_new_tokens=24)
+    model = tiny_model(architecture)  # the reference runs on the CPU: it shares nothing with the GPU's path
+    expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
+    assert [(r.token_ids, r.depths) for r in results] == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen2", "gpt2", "gpt_neox"])
+def test_compiled_layers_equal_the_reference(architecture: str) -> None:
+    plan = plan_with(ORDERS["first-layers-too"])
+    engine = dd.Engine(on_gpu(architecture), plan=plan, compile=True)
+    model = tiny_model(architecture)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        results = engine.generate(prompts, max_new_tokens=24)
+        assert [r.token_ids for r in results] == [reference_tokens(model, plan, p, 24)[0] for p in prompts]
+
+
+def step_logits(engine: dd.Engine, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Logits of the prompt's pass and of every step, all methods fed the same tokens."""
+    seen: list[torch.Tensor] = []
+
+    def forced(self: dd.Engine, decoder: Any, sampler: Any, request: Any, index: int) -> None:
+        seen.append(decoder.logits.float().clone())
+        decoder.tokens.fill_(3 + 7 * index % 90)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dd.Engine, "_pick", forced)
+        engine.generate(PROMPTS[:1], max_new_tokens=16)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("hidden", [32, 576])
+def test_bf16_with_our_kernel_is_as_close_to_fp32_as_eager(
+    architecture: str, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden + 64, "head_dim": hidden // 4}
+    model = on_gpu(architecture, **shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.6 * parameter.shape[-1] ** -0.5)
+    plan = plan_with(None)
+    exact = step_logits(dd.Engine(model, plan=plan, graphs=False), monkeypatch)
+    model = model.to(torch.bfloat16)
+    eager = step_logits(dd.Engine(model, plan=plan, graphs=False), monkeypatch)
+    plain = step_logits(dd.Engine(model, plan=plan), monkeypatch)
+    fast = step_logits(dd.Engine(model, plan=plan, compile=True), monkeypatch)
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - exact).norm() / exact.norm())
+
+    assert error(plain) < 1.5 * error(eager) + 1e-3
+    assert error(fast) < 1.5 * error(eager) + 1e-3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "rows"), [(4096, [4096, 512, 512]), (11008, [64]), (576, [576, 192, 192]), (40, [7, 3])]
+)
+def test_gemv_is_exact_up_to_rounding(columns: int, rows: list[int], overlap: bool) -> None:
+    if overlap and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("overlapping kernels need compute capability 9.0")
+    x = torch.randn(1, columns, device="cuda").bfloat16()
+    weights = [torch.randn(n, columns, device="cuda").bfloat16() for n in rows]
+    expected = torch.cat([x.double() @ w.double().t() for w in weights], dim=1)
+    got = torch.ops.depthdecay.gemv(x, weights, overlap)
+    assert float((got.double() - expected).norm() / expected.norm()) < 3e-3
+
+
+def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = dd.Engine(on_gpu(), plan=plan_with(None))
+    engine.generate(PROMPTS[:1], max_new_tokens=30)  # captures
+    step, pick = graphs.GraphDecoder.step, dd.Engine._pick
+
+    def strict(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    monkeypatch.setattr(graphs.GraphDecoder, "step", strict(step))
+    monkeypatch.setattr(dd.Engine, "_pick", strict(pick))
+    assert len(engine.generate(PROMPTS[:1], max_new_tokens=30)[0].token_ids) == 30
+    settings: dict[str, Any] = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
+    assert len(engine.generate(PROMPTS[:1], max_new_tokens=30, **settings)[0].token_ids) == 30
+
+
+def test_graphs_are_captured_once() -> None:
+    engine = dd.Engine(on_gpu(), plan=plan_with(None))
+    first = engine.generate(PROMPTS, max_new_tokens=20)
+    assert engine._kept is not None
+    decoder, captured = engine._kept.decoder, dict(engine._kept.decoder.graphs)
+    assert len(captured) == len(plan_with(None).visited_depths(20)) or LAYERS in {depth for depth, _ in captured}
+    second = engine.generate(PROMPTS, max_new_tokens=20)
+    assert engine._kept.decoder is decoder
+    assert decoder.graphs == captured
+    assert [r.token_ids for r in first] == [r.token_ids for r in second]
+
+
+def test_eos_is_seen_late_and_the_overrun_is_discarded() -> None:
+    model = on_gpu()
+    free = dd.Engine(model).generate(PROMPTS[:1], max_new_tokens=60)[0]
+    eos = free.token_ids[20]
+    first = free.token_ids.index(eos)
+    result = dd.Engine(model).generate(PROMPTS[:1], max_new_tokens=60, eos_token_id=eos)[0]
+    assert result.token_ids == free.token_ids[: first + 1]
+    assert result.finish_reason == "stop"
+    assert result.overrun_layers <= 6 * LAYERS
+
+
+def test_seeded_samples_are_the_cpu_s() -> None:
+    keys = sequence_keys(5, [[1, 2], [3]])
+    cpu = gumbel_noise(step_keys(keys, 4, torch.device("cpu"))[:, 2], 300)
+    gpu = gumbel_noise(step_keys(keys, 4, torch.device("cuda"))[:, 2], 300)
+    assert torch.allclose(cpu, gpu.cpu(), atol=1e-5)
+    settings: dict[str, Any] = {"temperature": 1.2, "seed": 4, "max_new_tokens": 20}
+    expected = dd.Engine(tiny_model(), plan=plan_with(None)).generate(PROMPTS, **settings)
+    results = dd.Engine(on_gpu(), plan=plan_with(None)).generate(PROMPTS, **settings)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+def test_a_rope_that_synchronises_runs_eagerly_and_says_so() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = on_gpu(rope_parameters=rope)
+    with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
+        results = dd.Engine(model).generate(PROMPTS, max_new_tokens=16)
+    assert [r.token_ids for r in results] == generate(model, PROMPTS, 16)
+    assert len(dd.Engine(on_gpu()).generate(PROMPTS, max_new_tokens=8)[0].token_ids) == 8  # CUDA is still well
+
+
+def test_applied_works_on_the_gpu(architecture: str) -> None:
+    model, plan = on_gpu(architecture), plan_with(ORDERS["first-layers-too"])
+    with dd.applied(model, plan):
+        tokens = generate(model, PROMPTS, 16)
+        ids = torch.tensor([PROMPTS[0]]).cuda()
+        static = model.generate(ids, max_new_tokens=16, do_sample=False, cache_implementation="static")
+    assert tokens == [r.token_ids for r in dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)]
+    assert static[0, len(PROMPTS[0]) :].tolist() == tokens[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_two_gpus_runs_eagerly() -> None:
+    from accelerate import dispatch_model
+
+    model, plan = tiny_model(), plan_with(None)
+    expected = [reference_tokens(model, plan, prompt, 12)[0] for prompt in PROMPTS]
+    places = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
+    places |= {f"model.layers.{i}": int(i >= LAYERS // 2) for i in range(LAYERS)}
+    spread = dispatch_model(model, places)
+    engine = dd.Engine(spread, plan=plan)
+    assert not engine.uses_graphs
+    assert [r.token_ids for r in engine.generate(PROMPTS, max_new_tokens=12)] == expected
