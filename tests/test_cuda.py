@@ -1,4 +1,4 @@
-"""The fast path on a GPU: graphs, compiled layers and our own kernel against eager decoding. Skipped where there is none."""
+"""The fast path on a GPU: graphs, compiled layers and our own kernel. Skipped where there is none."""
 
 from __future__ import annotations
 
