@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, PROMPTS, tiny_model
-from reference import reference_tokens
+from reference import decoder_layers, reference_tokens
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
@@ -23,7 +23,7 @@ class Replay:
 
     def replay(self) -> None:
         self.decoder.layer_pass.dropped = self.dropped
-        with self.decoder._decoding_layout(self.bucket):
+        with self.decoder._decoding_layout(self.bucket), self.decoder._shared_layers():
             self.decoder._pass(self.bucket)
         assert self.decoder.position is not None
         self.decoder.position += 1
@@ -32,9 +32,12 @@ class Replay:
 
 def record(decoder: graphs.GraphDecoder, depth: int, bucket: int) -> graphs._Graph:
     dropped = frozenset(decoder.plan.dropped(depth))
-    decoder.layer_pass.dropped, decoder.layer_pass.layers_executed = dropped, 0
+    decoder.layer_pass.dropped = dropped
     with decoder._decoding_layout(bucket):
-        decoder._pass(bucket)  # a capture's warm-up really runs, and must do no harm
+        decoder._warm_up(bucket)  # it really runs, and must do no harm
+        decoder.layer_pass.layers_executed = 0
+        with decoder._shared_layers():
+            decoder._pass(bucket)
     return graphs._Graph(Replay(decoder, dropped, bucket), decoder.layer_pass.layers_executed)  # type: ignore[arg-type]
 
 
@@ -70,15 +73,17 @@ def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatc
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
-def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plan = tiny_model(), plan_with(ORDERS["first-layers-too"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2"])  # three names for the cache
+def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(architecture), plan_with(ORDERS["first-layers-too"])
     engine = graph_engine(monkeypatch, model, plan, compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
     assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 24)[0]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(LAYERS))
+    indices = [{m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")} for layer in decoder_layers(model)]
+    assert indices == [{i} for i in range(LAYERS)]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,20 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: p
         results = engine.generate(PROMPTS, max_new_tokens=16)
     expected = dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)
     assert [(r.token_ids, r.depths) for r in results] == [(r.token_ids, r.depths) for r in expected]
+
+
+def test_a_layer_that_needs_its_index_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    plain = type(model.model.layers[0].mlp).forward
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx = index
+    monkeypatch.setattr(
+        type(model.model.layers[0].mlp), "forward", lambda self, x: plain(self, x) * (1 + self.layer_idx % 3)
+    )
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    with pytest.warns(UserWarning, match="differ from the plain ones"):
+        result = engine.generate(PROMPTS[:1], max_new_tokens=12)[0]
+    assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 12)[0]
 
 
 def test_buckets_cover_the_text_and_waste_little() -> None:

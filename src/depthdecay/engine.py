@@ -287,7 +287,7 @@ class Engine:
         capacity = bucket_for(prompt.length)
         cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
         decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled)
-        self._kept = _KeptDecoder(decoder, prompt.ids.shape[0], prompt.mask is not None, capacity, new_tokens)
+        self._kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)
         return decoder
 
 
@@ -297,15 +297,9 @@ class _KeptDecoder:
 
     decoder: GraphDecoder
     batch: int
-    padded: bool
     prompt_capacity: int
     new_tokens: int
 
     def fits(self, plan: Plan, prompt: Prompt, new_tokens: int) -> bool:
         same = plan is self.decoder.plan and self.batch == prompt.ids.shape[0]
-        return (
-            same
-            and self.padded == (prompt.mask is not None)
-            and prompt.length <= self.prompt_capacity
-            and new_tokens <= self.new_tokens
-        )
+        return same and prompt.length <= self.prompt_capacity and new_tokens <= self.new_tokens

@@ -43,10 +43,11 @@ class CompiledLayers:
             kind = (type(layer), stack.windows[index])
             if kind not in self.kinds:
                 self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options())
-            if "past_key_values" in kwargs:
-                kwargs = {**kwargs, "past_key_values": views[index]}
-            else:
-                args = tuple(views[index] if arg is cache else arg for arg in args)
+            # Architectures name the argument differently. A layer that got the whole cache would use layer 0's.
+            if sum(value is cache for value in (*args, *kwargs.values())) != 1:
+                raise RuntimeError(f"{type(layer).__name__} does not take the cache as one argument")
+            args = tuple(views[index] if value is cache else value for value in args)
+            kwargs = {name: views[index] if value is cache else value for name, value in kwargs.items()}
             return self.kinds[kind](layer, *args, **kwargs)
 
         return run_layer
@@ -68,6 +69,7 @@ class GraphDecoder(EagerDecoder):
         self.compiled = compiled
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.pool: Any = None
+        self.is_compared = False  # compiled layers have been held against the plain ones
         self.position: torch.Tensor | None = None
 
     def prefill(self, prompt: Prompt) -> int:
@@ -82,11 +84,11 @@ class GraphDecoder(EagerDecoder):
             self.static_position_ids = torch.zeros((batch, 1), dtype=torch.long, device=device)
             self.static_padding = torch.ones((batch, capacity), dtype=torch.bool, device=device)
             self.static_logits = torch.empty_like(self.logits)
-            self.has_padding = prompt.mask is not None
         self.position.fill_(prompt.length)
         self.static_position_ids.copy_(prompt.position_ids[:, -1:] + 1)
+        # Always given, also where nothing is padded: some models otherwise build one by a length read off the device.
+        self.static_padding.fill_(True)
         if prompt.mask is not None:
-            self.static_padding.fill_(True)
             self.static_padding[:, : prompt.length] = prompt.mask.bool()
         self.static_logits.copy_(self.logits)
         self.tokens, self.logits = self.static_tokens, self.static_logits
@@ -134,51 +136,85 @@ class GraphDecoder(EagerDecoder):
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with self._decoding_layout(bucket), torch.cuda.stream(side):
-            if self.pool is None or self.compiled is not None:
-                # Lazy initialisation (and compilation) must not happen inside a capture. Passing writes only where the
-                # real step will write again.
-                self._pass(bucket)
-            self.layer_pass.layers_executed = 0
+        with torch.cuda.stream(side), self._decoding_layout(bucket):
+            self._warm_up(bucket)
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
+            self.layer_pass.layers_executed = 0
             side.synchronize()
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                self._pass(bucket)
+                with self._shared_layers():
+                    self._pass(bucket)
                 assert self.position is not None
                 self.position += 1
                 self.static_position_ids += 1
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # ending a broken capture fails too, and would hide the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return _Graph(graph, self.layer_pass.layers_executed)
 
+    def _warm_up(self, bucket: int) -> None:
+        """A pass ahead of the capture, inside which nothing may be initialised or compiled.
+
+        It writes only where the real step will write again. The first compiled one is held against the plain layers:
+        compiled layers all have the same index, and one that used its index for more than the cache would be wrong
+        without a word.
+        """
+        if self.compiled is None:
+            if self.pool is None:
+                self._pass(bucket)
+            return
+        tokens = self.static_tokens.clone()
+        expected = None
+        if not self.is_compared:
+            self._pass(bucket)
+            expected = self.static_logits.clone().float()
+            self.static_tokens.copy_(tokens)
+        with self._shared_layers():
+            self._pass(bucket)
+        self.static_tokens.copy_(tokens)
+        if expected is not None:
+            error = float((self.static_logits.float() - expected).norm() / expected.norm())
+            if not error <= (1e-2 if self.static_logits.dtype == torch.float32 else 0.15):
+                raise RuntimeError(f"compiled layers differ from the plain ones by {error:.3g} of the logits")
+            self.is_compared = True
+
     def _pass(self, bucket: int) -> None:
-        padding = self.static_padding[:, :bucket] if self.has_padding else None
-        logits = self.run_model(self.static_tokens, self.static_position_ids, padding)
+        logits = self.run_model(self.static_tokens, self.static_position_ids, self.static_padding[:, :bucket])
         self.static_logits.copy_(logits)
         # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
         self.static_tokens.copy_(logits.argmax(dim=-1, keepdim=True))
 
     @contextlib.contextmanager
     def _decoding_layout(self, bucket: int) -> Iterator[None]:
-        """How passes are traced: by the device's clock and, to share one compilation, with one layer index for all."""
+        """Passes inside go by the device's clock, over the first `bucket` positions."""
+        optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
         self.cache.on_device(self.position, bucket)
         try:
-            with contextlib.ExitStack() as undo:
-                optimise = getattr(self.stack.model, "_optimize_model_for_decode", None)
-                if optimise is not None:
-                    undo.enter_context(optimise())
-                if self.compiled is not None:
-                    for layer in self.stack.layers:
-                        for module in layer.modules():
-                            if isinstance(getattr(module, "layer_idx", None), int):
-                                undo.enter_context(replaced(module, "layer_idx", 0))
-                    # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
-                    undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
-                    self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
+            with optimise():
                 yield
         finally:
-            self.layer_pass.run_layer = None
             self.cache.on_device(None)
+
+    @contextlib.contextmanager
+    def _shared_layers(self) -> Iterator[None]:
+        """Compiled layers, where asked for: one index for all of them, so that one compilation serves all."""
+        if self.compiled is None:
+            yield
+            return
+        with contextlib.ExitStack() as undo:
+            for layer in self.stack.layers:
+                for module in layer.modules():
+                    if isinstance(getattr(module, "layer_idx", None), int):
+                        undo.enter_context(replaced(module, "layer_idx", 0))
+            # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
+            undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
+            try:
+                yield
+            finally:
+                self.layer_pass.run_layer = None
