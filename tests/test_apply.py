@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS, PROMPTS, tiny_model
+from conftest import LAYERS, PROMPTS, tiny_config, tiny_model
 from reference import reference_tokens
 from test_engine import ORDERS, generate, plan_with
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoModelForImageTextToText, DynamicCache, Gemma3Config, GenerationConfig, StaticCache
 
 import depthdecay as dd
 from depthdecay.errors import DepthDecayError, PlanMismatchError
@@ -129,6 +132,105 @@ def test_going_on_from_a_whole_cache_works() -> None:
     with dd.applied(model, plan):
         output = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=10, past_key_values=cache, do_sample=False)
     assert output[0, len(PROMPTS[0]) :].tolist() == reference_tokens(model, plan, PROMPTS[0], 10)[0]
+
+
+def test_a_decayed_cache_refuses_to_go_on_outside_too() -> None:
+    model, ids = tiny_model(), torch.tensor([PROMPTS[0]])
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with dd.applied(model, plan_with(None, alpha=0.7)):
+        text = model.generate(ids, max_new_tokens=8, past_key_values=cache, do_sample=False)
+    with pytest.raises(DepthDecayError, match="below full depth"):
+        model.generate(text, max_new_tokens=4, past_key_values=cache)
+    cache.reset()
+    assert model.generate(ids, max_new_tokens=4, past_key_values=cache, do_sample=False).shape[1] == ids.shape[1] + 4
+
+
+def test_a_cache_that_was_reset_starts_anew() -> None:
+    model, plan, ids = tiny_model(), plan_with(None, alpha=0.7), torch.tensor([PROMPTS[0]])
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with dd.applied(model, plan):
+        first = model.generate(ids, max_new_tokens=8, past_key_values=cache, do_sample=False)
+        cache.reset()
+        second = model.generate(ids, max_new_tokens=8, past_key_values=cache, do_sample=False)
+    assert first.tolist() == second.tolist()
+
+
+def test_threads_take_turns() -> None:
+    model, plan = tiny_model(), plan_with(None)
+    before = everything(model)
+    expected = [reference_tokens(model, plan, prompt, 16)[0] for prompt in PROMPTS] * 2
+    with dd.applied(model, plan), ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda prompt: generate(model, [prompt], 16)[0], PROMPTS * 2))
+    assert answers == expected
+    engine = dd.Engine(model, plan=plan)
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda prompt: engine.generate([prompt], 16)[0].token_ids, PROMPTS * 2))
+    assert results == expected
+    assert_same(model, before)
+
+
+def test_a_copy_made_inside_is_refused() -> None:
+    model = tiny_model()
+    with dd.applied(model, plan_with(None)), pytest.raises(DepthDecayError, match="copied"):
+        copy.deepcopy(model)
+    copy.deepcopy(model)
+
+
+def test_generate_batch_is_refused() -> None:
+    model = tiny_model()
+    with dd.applied(model, plan_with(None)), pytest.raises(DepthDecayError, match="generate_batch"):
+        model.generate_batch([PROMPTS[0]])
+
+
+def test_arguments_by_position() -> None:
+    model, plan, ids = tiny_model(), plan_with(None), torch.tensor([PROMPTS[0]])
+    config = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0)
+    cache, tokens, step = DynamicCache(config=model.config), [], ids
+    with dd.applied(model, plan), torch.no_grad():
+        output = model.generate(ids, config, None)
+        for _ in range(10):
+            states = model.model(step, None, None, cache)
+            step = model.lm_head(states.last_hidden_state[:, -1]).argmax(-1, keepdim=True)
+            tokens.append(int(step))
+    assert output[0, ids.shape[1] :].tolist() == tokens == reference_tokens(model, plan, PROMPTS[0], 10)[0]
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_model_whose_outer_part_builds_the_masks(order: tuple[int, ...] | None) -> None:
+    """Gemma 3's multimodal class: masks are made a level above the module that loops over the layers."""
+    text = tiny_config("gemma3_text")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(Gemma3Config(text_config=text, vision_config=vision)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.1 if "embed" in name else 0.25)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    plan = plan_with(order)
+    with dd.applied(model, plan):
+        batch = generate(model, PROMPTS, 16)
+    assert batch == [r.token_ids for r in dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)]
+    assert batch == [[*generate_alone(model, plan, prompt)] for prompt in PROMPTS]
+
+
+def generate_alone(model: Any, plan: dd.Plan, prompt: list[int]) -> list[int]:
+    with dd.applied(model, plan):
+        return generate(model, [prompt], 16)[0]
+
+
+@pytest.mark.parametrize("plan", [None, "plan.json"])
+def test_something_else_than_a_plan_is_refused(plan: Any) -> None:
+    with pytest.raises(DepthDecayError, match="Plan"), dd.applied(tiny_model(), plan):
+        raise AssertionError("never entered")
+
+
+def test_repairs_that_cannot_run_are_refused() -> None:
+    plan = dataclasses.replace(plan_with(None), repairs="repairs.safetensors")
+    with pytest.raises(DepthDecayError, match="repair"), dd.applied(tiny_model(), plan):
+        raise AssertionError("never entered")
+    with pytest.raises(DepthDecayError, match="repair"):
+        dd.Engine(tiny_model(), plan=plan)
 
 
 def test_nesting_is_refused_and_harmless() -> None:

@@ -231,6 +231,49 @@ def test_training_mode_is_refused() -> None:
         dd.Engine(tiny_model().train())
 
 
+def test_a_model_put_into_training_later_is_refused() -> None:
+    model = tiny_model()
+    engine = dd.Engine(model)
+    model.train()
+    with pytest.raises(DepthDecayError, match="eval"):
+        engine.generate([[5]], max_new_tokens=2)
+
+
+class Letters:
+    """A tokenizer of single letters, enough to stream."""
+
+    chat_template = None
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(33 + i) for i in ids)
+
+
+def test_a_stream_stops_at_an_applied_block_and_goes_on_behind_it() -> None:
+    model, plan = tiny_model(), plan_with(None)
+    expected = reference_tokens(model, plan, PROMPTS[0], 12)[0]
+    stream = dd.Engine(model, Letters(), plan).stream(PROMPTS[0], 12)
+    first = next(stream)
+    with dd.applied(model, plan), pytest.raises(DepthDecayError, match="applied"):
+        next(stream)
+    stream = dd.Engine(model, Letters(), plan).stream(PROMPTS[0], 12)
+    pieces = list(stream)
+    assert pieces[0] == first
+    assert stream.result.token_ids == expected
+    assert "".join(pieces) == stream.result.text == Letters().decode(expected)
+    assert [piece.depth for piece in pieces] == stream.result.depths
+
+
+def test_streams_may_interleave_and_leave_gradients_alone() -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = dd.Engine(model, Letters(), plan)
+    streams = [engine.stream(prompt, 10) for prompt in PROMPTS]
+    for _ in range(10):
+        for stream in streams:
+            next(stream)
+            assert torch.is_grad_enabled()
+    assert [s.result.token_ids for s in streams] == [reference_tokens(model, plan, p, 10)[0] for p in PROMPTS]
+
+
 class Int8Linear(torch.nn.Module):
     """Weights in 8 bits with a scale per row, as weight-only quantisation back-ends keep them."""
 

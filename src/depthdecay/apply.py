@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,11 +16,15 @@ from transformers.generation import GenerationMode
 from .errors import DepthDecayError
 from .plan import Plan
 from .plan_check import check_plan
-from .stack import LayerPass, Stack, replaced
+from .stack import LayerPass, Stack, patched, replaced, require_eval
 
-# Models inside `applied` now, and caches that hold tokens without keys in every layer. Weak: neither is kept alive.
-_APPLIED: weakref.WeakSet[Any] = weakref.WeakSet()
+# Caches that hold tokens without keys and values in every layer. Weak: none is kept alive.
 _DECAYED: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+_GOING_ON = (
+    "this cache holds tokens that were generated below full depth, so some layers have no keys and values for them; "
+    "start again from the whole text with a new cache"
+)
 
 
 @dataclass
@@ -43,30 +49,40 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
     """
     stack = Stack.of(model)
     lm = stack.model
-    if lm in _APPLIED:
-        raise DepthDecayError(
-            "this model is inside depthdecay.applied already; leave that block before entering another"
-        )
+    require_eval(lm)
     check_plan(plan, lm, allow_other_weights=allow_other_weights)
     account = Applied(plan)
     driver = _Driver(stack, plan, account)
-    _APPLIED.add(lm)
-    try:
-        with stack.routed(driver.layer_pass), contextlib.ExitStack() as undo:
-            undo.enter_context(replaced(stack.owner, "forward", driver.wrap_forward(stack.owner.forward)))
-            undo.enter_context(replaced(lm, "generate", driver.wrap_generate(lm.generate)))
-            undo.enter_context(replaced(lm, "_prefill", driver.wrap_prefill(lm._prefill)))
-            prepare = driver.wrap_prepare(lm.prepare_inputs_for_generation)
-            undo.enter_context(replaced(lm, "prepare_inputs_for_generation", prepare))
+    with stack.claimed(), stack.routed(driver.layer_pass), contextlib.ExitStack() as undo:
+        # The outer model too, where it is another: it may build masks before it calls the one that loops over layers.
+        for module in {id(module): module for module in (lm, stack.owner)}.values():
+            undo.enter_context(patched(module, "forward", driver.wrap_forward(module)))
+        for name, wrap in (
+            ("generate", driver.wrap_generate),
+            ("_prefill", driver.wrap_prefill),
+            ("prepare_inputs_for_generation", driver.wrap_prepare),
+            ("generate_batch", _refuse_generate_batch),
             # A compiled call would freeze the depth of the step that it was traced at.
-            undo.enter_context(replaced(lm, "get_compiled_call", lambda *_args, **_kwargs: lm.__call__))
+            ("get_compiled_call", lambda _original: lambda *_args, **_kwargs: lm.__call__),
+        ):
+            if hasattr(lm, name):
+                undo.enter_context(patched(lm, name, wrap(getattr(lm, name))))
+        try:
             yield account
-    finally:
-        _APPLIED.discard(lm)
+        finally:
+            driver.seal_decayed_caches()
 
 
-def is_applied(model: Any) -> bool:
-    return model in _APPLIED
+def _refuse_generate_batch(_original: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise DepthDecayError("depth decay does not work with generate_batch, whose rows are at different positions")
+
+    return refuse
+
+
+class _PerThread(threading.local):
+    in_prompt = False
+    in_pass = False
 
 
 class _Driver:
@@ -77,35 +93,43 @@ class _Driver:
         self.plan = plan
         self.account = account
         self.layer_pass = LayerPass()
-        self.in_prompt = False
+        self.lock = threading.RLock()  # passes of several threads take turns
+        self.thread = _PerThread()
         self.token_index: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
         self.last_dropped: weakref.WeakKeyDictionary[Cache, frozenset[int]] = weakref.WeakKeyDictionary()
+        self.newest: weakref.ref[Cache] | None = None  # whose tokens are in the account
 
     def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        def checked_generate(inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-            config, _ = self.stack.model._prepare_generation_config(generation_config, **kwargs)
-            mode = config.get_generation_mode(kwargs.get("assistant_model"))
-            if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or kwargs.get("custom_generate"):
+        signature = inspect.signature(generate)
+
+        def checked_generate(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            options = {**given.pop("kwargs", {}), **given}
+            options.pop("inputs", None)
+            config, _ = self.stack.model._prepare_generation_config(options.pop("generation_config", None), **options)
+            mode = config.get_generation_mode(options.get("assistant_model"))
+            name = "a custom generate" if options.get("custom_generate") else mode.value.replace("_", " ")
+            if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or options.get("custom_generate"):
                 raise DepthDecayError(
-                    f"depth decay works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}: "
+                    f"depth decay works with greedy decoding and sampling, not with {name}: "
                     "other modes run several tokens or hypotheses in one pass, which have no one depth"
                 )
             if not config.use_cache:
                 raise DepthDecayError("depth decay needs use_cache=True: without it every step would re-run all tokens")
-            if generation_config is not None:
-                kwargs["generation_config"] = generation_config
-            return generate(inputs, **kwargs) if inputs is not None else generate(**kwargs)
+            if config.cache_implementation == "paged":
+                raise DepthDecayError("depth decay does not work with the paged cache; leave cache_implementation out")
+            return generate(*args, **kwargs)
 
         return checked_generate
 
     def wrap_prefill(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
         def full_depth_prefill(*args: Any, **kwargs: Any) -> Any:
             # Tells a prompt's last chunk, which may be one token, from a decoding step.
-            self.in_prompt = True
+            self.thread.in_prompt = True
             try:
                 return prefill(*args, **kwargs)
             finally:
-                self.in_prompt = False
+                self.thread.in_prompt = False
 
         return full_depth_prefill
 
@@ -119,58 +143,93 @@ class _Driver:
 
         return prepare_with_live_lengths
 
-    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, module: Any) -> Callable[..., Any]:
+        forward, signature = module.forward, inspect.signature(module.forward)
+
         def planned_forward(*args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
-            if isinstance(cache, EncoderDecoderCache):
-                raise DepthDecayError(
-                    "depth decay works on decoder-only models, but was given an encoder-decoder cache"
-                )
-            index = self._next_token_index(cache, _query_length(args, kwargs))
-            depth = self.plan.depth(index)
-            dropped = frozenset(self.plan.dropped(depth))
-            self.layer_pass.dropped, self.layer_pass.layers_executed = dropped, 0
-            try:
-                with _lengths_from_live_layers(cache, dropped):
-                    output = forward(*args, **kwargs)
-            finally:
-                self.layer_pass.dropped = frozenset()
-            self._account(index)
-            if cache is None:
-                # The model made its own cache for a prompt given without one; the next call will bring it back.
-                cache = getattr(output, "past_key_values", None)
-            if isinstance(cache, Cache):
-                self.token_index[cache] = index
-                self.last_dropped[cache] = dropped
-                if depth < self.plan.num_layers:
-                    _DECAYED.add(cache)
-            return output
+            if self.thread.in_pass:
+                return forward(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            given = {**bound.get("kwargs", {}), **bound}
+            with self.lock:
+                self.thread.in_pass = True
+                try:
+                    return self._pass(forward, args, kwargs, given)
+                finally:
+                    self.thread.in_pass = False
 
         return planned_forward
 
+    def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+        """One forward pass of the outermost module, at the depth of the token that it produces."""
+        cache = given.get("past_key_values")
+        if isinstance(cache, EncoderDecoderCache):
+            raise DepthDecayError("depth decay works on decoder-only models, but was given an encoder-decoder cache")
+        index = self._next_token_index(cache, _query_length(given))
+        depth = self.plan.depth(index)
+        dropped = frozenset(self.plan.dropped(depth))
+        self.layer_pass.dropped, self.layer_pass.layers_executed = dropped, 0
+        try:
+            with _lengths_from_live_layers(cache, dropped):
+                output = forward(*args, **kwargs)
+        finally:
+            self.layer_pass.dropped = frozenset()
+        if cache is None:
+            # The model made its own cache for a prompt given without one; the next call will bring it back.
+            cache = getattr(output, "past_key_values", None)
+        if isinstance(cache, Cache):
+            self.token_index[cache] = index
+            self.last_dropped[cache] = dropped
+            if dropped:
+                _DECAYED.add(cache)
+        self._account(cache, index)
+        return output
+
     def _next_token_index(self, cache: Cache | None, query_length: int) -> int:
-        is_step = cache is not None and cache in self.token_index and query_length == 1 and not self.in_prompt
-        if is_step:
-            assert cache is not None
+        if cache is None:
+            return 0
+        if cache in self.token_index and query_length == 1 and not self.thread.in_prompt:
             return self.token_index[cache] + 1
-        if cache is not None and cache in _DECAYED:
-            raise DepthDecayError(
-                "this cache holds tokens that were generated below full depth, so some layers have no keys and values "
-                "for them; start again from the whole text with a new cache"
-            )
+        if cache in _DECAYED:
+            if _holds_tokens(cache):
+                raise DepthDecayError(_GOING_ON)
+            _DECAYED.discard(cache)  # it was reset
         return 0
 
-    def _account(self, index: int) -> None:
+    def _account(self, cache: Any, index: int) -> None:
         if index == 0:
+            self.newest = weakref.ref(cache) if isinstance(cache, Cache) else None
             self.account.depths.clear()
+        elif self.newest is None or self.newest() is not cache:
+            return  # of another text that is decoded at the same time
         self.account.depths.append(self.layer_pass.layers_executed)
 
+    def seal_decayed_caches(self) -> None:
+        """Behind the block nobody watches over caches any more, so decayed ones refuse to go on by themselves."""
+        for cache in self.token_index:
+            if cache in _DECAYED:
+                _seal(cache)
 
-def _query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+
+def _seal(cache: Cache) -> None:
+    def update_once_reset(*args: Any, **kwargs: Any) -> Any:
+        if _holds_tokens(cache):
+            raise DepthDecayError(_GOING_ON)
+        cache.__dict__.pop("update", None)
+        return cache.update(*args, **kwargs)
+
+    cache.__dict__["update"] = update_once_reset
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    return any(int(layer.get_seq_length()) > 0 for layer in cache.layers)
+
+
+def _query_length(given: dict[str, Any]) -> int:
     for name in ("input_ids", "inputs_embeds"):
-        if kwargs.get(name) is not None:
-            return int(kwargs[name].shape[1])
-    return int(args[0].shape[1])
+        if given.get(name) is not None:
+            return int(given[name].shape[1])
+    return 0
 
 
 @contextlib.contextmanager

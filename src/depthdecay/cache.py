@@ -156,7 +156,3 @@ def bucket_for(filled: int) -> int:
     while filled > step * 16:  # at most about 16 buckets a doubling: bounded waste (6%), bounded graphs
         step *= 2
     return -(-filled // step) * step
-
-
-def room_for(positions: int, in_buckets: bool) -> int:
-    return bucket_for(positions) if in_buckets else positions

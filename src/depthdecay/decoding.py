@@ -98,7 +98,7 @@ class EagerDecoder:
         """The model's own forward, with the routed layers; logits of the last position."""
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 1}
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.stack.routed(self.layer_pass):
+        with self.stack.exclusive(), self.stack.routed(self.layer_pass):
             output = self.stack.model(
                 input_ids=ids, attention_mask=padding, past_key_values=self.cache, use_cache=True, **arguments
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .apply import is_applied
 from .cache import PlannedCache, bucket_for
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
@@ -144,10 +145,6 @@ class Engine:
         self.full_plan = Plan.full(self.stack.num_layers)
         self.plan = plan
         if plan is not None:
-            if plan.repairs is not None:
-                raise DepthDecayError(
-                    "this plan has repair maps, which this version cannot run; use a plan without them"
-                )
             check_plan(plan, self.stack.model, allow_other_weights=allow_other_weights)
         self.device = primary_device(self.stack.model)
         self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
@@ -157,6 +154,7 @@ class Engine:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
         self.compiled = CompiledLayers() if compile and self.uses_graphs else None
         self._kept: _KeptDecoder | None = None
+        self._lock = threading.Lock()
 
     def _can_use_graphs(self) -> bool:
         spread = len(set((getattr(self.stack.model, "hf_device_map", None) or {}).values())) > 1
@@ -208,59 +206,58 @@ class Engine:
     def _decode(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
         started = time.perf_counter()
-        if is_applied(self.stack.model):
-            raise DepthDecayError("this model is inside depthdecay.applied; leave that block before using an Engine")
+        require_eval(self.stack.model)
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
         rows = [_Row(result, self.tokenizer, request) for result in results]
-        with torch.no_grad():
-            sampler = Sampler(
-                self.stack.model,
-                request.generation_config,
-                prompt.ids,
-                logits_processor=request.logits_processor,
-                keys=sequence_keys(request.seed, request.prompts) if request.seed is not None else [],
-                max_new_tokens=request.max_new_tokens,
-            )
-            decoder = self._decoder(plan, prompt, request.max_new_tokens)
-            depth = decoder.prefill(prompt)
-        mailbox = Mailbox(self.device, len(rows))
-        sent: list[int] = []  # depth of every step that was started
-        for index in range(request.max_new_tokens):
+        with self._borrowed_decoder(plan, prompt, request.max_new_tokens) as decoder:
+            # Gradients are off within each pass only: a consumer's code runs between them.
             with torch.no_grad():
-                if index > 0:
-                    depth = decoder.step(index)
-                stopped = self._pick(decoder, sampler, request, index)
+                sampler = self._sampler(request, prompt)
+                depth = decoder.prefill(prompt)
+            mailbox = Mailbox(self.device, len(rows))
+            sent: list[int] = []  # depth of every step that was started
+            for index in range(request.max_new_tokens):
+                with torch.no_grad():
+                    if index > 0:
+                        depth = decoder.step(index)
+                    stopped = self._pick(decoder, sampler, request, index)
+                    mailbox.post(decoder.tokens)
                 sent.append(depth)
-                mailbox.post(decoder.tokens)
-            if index == 0:
-                mailbox.wait()
-                prefill_seconds = time.perf_counter() - started
-            is_last = index == request.max_new_tokens - 1
-            for tokens in mailbox.collect(everything=is_last or stopped is not None):
-                arrived = mailbox.collected - 1
-                pieces = [
-                    Piece(row.take(token, sent[arrived]), sent[arrived])
-                    for row, token in zip(rows, tokens, strict=True)
-                ]
-                yield pieces
-            for row, stop in zip(rows, stopped or [False] * len(rows), strict=True):
-                if stop and not row.finished:
-                    row.end("stop")
-            if all(row.finished for row in rows):
-                break
+                if index == 0:
+                    mailbox.wait()
+                    prefill_seconds = time.perf_counter() - started
+                is_last = index == request.max_new_tokens - 1
+                for number, tokens in mailbox.collect(everything=is_last or stopped is not None):
+                    taken = zip(rows, tokens, strict=True)
+                    yield [Piece(row.take(token, sent[number]), sent[number]) for row, token in taken]
+                for row, stop in zip(rows, stopped or [], strict=stopped is not None):
+                    if stop and not row.finished:
+                        row.end("stop")
+                if all(row.finished for row in rows):
+                    break
+            cache = decoder.cache
         # Steps that were started before the host knew that all rows had ended.
-        for depth in sent[mailbox.collected :]:
-            for row in rows:
-                row.result.overrun_layers += depth
+        overrun = sum(sent[mailbox.collected :])
         rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
         for result in results:
+            result.overrun_layers += overrun
             result.seconds = time.perf_counter() - started
             result.prefill_seconds = prefill_seconds
-            result.cache_bytes = decoder.cache.nbytes
-            result.cache_bytes_saved = decoder.cache.nbytes_uniform - decoder.cache.nbytes
+            result.cache_bytes = cache.nbytes
+            result.cache_bytes_saved = cache.nbytes_uniform - cache.nbytes
         if any(rest):
             yield rest
+
+    def _sampler(self, request: Request, prompt: Prompt) -> Sampler:
+        return Sampler(
+            self.stack.model,
+            request.generation_config,
+            prompt.ids,
+            logits_processor=request.logits_processor,
+            keys=sequence_keys(request.seed, request.prompts) if request.seed is not None else [],
+            max_new_tokens=request.max_new_tokens,
+        )
 
     def _pick(self, decoder: Decoder, sampler: Sampler, request: Request, index: int) -> list[bool] | None:
         """Put T_index into `decoder.tokens`; where the user gave stopping criteria, ask them which rows end."""
@@ -276,19 +273,29 @@ class Engine:
         stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
         return stopped
 
-    def _decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Decoder:
+    @contextlib.contextmanager
+    def _borrowed_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Iterator[Decoder]:
+        """A decoder for one batch: new on a CPU; on CUDA the kept one where it fits and no other batch is using it."""
         windows = self.stack.windows
         if not self.uses_graphs:
             cache = PlannedCache(rooms(plan, prompt.length, new_tokens, in_buckets=False), windows)
-            return EagerDecoder(self.stack, plan, cache, new_tokens)
-        if self._kept is not None and self._kept.fits(plan, prompt, new_tokens):
-            return self._kept.decoder
-        self._kept = None  # its memory is free before the next one takes more
-        capacity = bucket_for(prompt.length)
-        cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
-        decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled)
-        self._kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)
-        return decoder
+            yield EagerDecoder(self.stack, plan, cache, new_tokens)
+            return
+        with self._lock:
+            kept = self._kept
+            if kept is None or kept.is_busy or not kept.fits(plan, prompt, new_tokens):
+                if kept is not None and not kept.is_busy:
+                    self._kept = None  # its memory is free before the next one takes more
+                capacity = bucket_for(prompt.length)
+                cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
+                decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled)
+                kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)
+                self._kept = self._kept or kept
+            kept.is_busy = True
+        try:
+            yield kept.decoder
+        finally:
+            kept.is_busy = False
 
 
 @dataclass
@@ -299,6 +306,7 @@ class _KeptDecoder:
     batch: int
     prompt_capacity: int
     new_tokens: int
+    is_busy: bool = False
 
     def fits(self, plan: Plan, prompt: Prompt, new_tokens: int) -> bool:
         same = plan is self.decoder.plan and self.batch == prompt.ids.shape[0]

@@ -119,7 +119,8 @@ class GraphDecoder(EagerDecoder):
     def _capture_or_explain(self, depth: int, bucket: int) -> _Graph | None:
         tokens = self.static_tokens.clone()
         try:
-            return self._capture(depth, bucket)
+            with self.stack.exclusive():
+                return self._capture(depth, bucket)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             if self.compiled is None:
@@ -142,6 +143,9 @@ class GraphDecoder(EagerDecoder):
                 self.pool = torch.cuda.graph_pool_handle()
             self.layer_pass.layers_executed = 0
             side.synchronize()
+            # cuBLAS keeps its workspaces outside the pool and others may free them (transformers' compiled generate
+            # does). Cleared, they are allocated anew inside the capture, and the graph owns what it writes to.
+            torch._C._cuda_clearCublasWorkspaces()
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 with self._shared_layers():
@@ -154,6 +158,7 @@ class GraphDecoder(EagerDecoder):
                     graph.capture_end()
                 raise
             graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.current_stream().wait_stream(side)
         return _Graph(graph, self.layer_pass.layers_executed)
 

@@ -40,8 +40,8 @@ class Mailbox:
         if self._underway and self._underway[-1][1] is not None:
             self._underway[-1][1].synchronize()
 
-    def collect(self, everything: bool = False) -> Iterator[list[int]]:
-        """Tokens that have arrived; waits only when the host is too far behind the device, or for everything."""
+    def collect(self, everything: bool = False) -> Iterator[tuple[int, list[int]]]:
+        """Steps that have arrived, numbered, with their tokens; waits only if too far behind, or for everything."""
         while self._underway:
             tokens, event = self._underway[0]
             must_wait = everything or len(self._underway) > LAG_STEPS
@@ -51,4 +51,4 @@ class Mailbox:
                 event.synchronize()
             self._underway.popleft()
             self.collected += 1
-            yield tokens.tolist()
+            yield self.collected - 1, tokens.tolist()

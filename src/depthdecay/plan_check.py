@@ -5,19 +5,22 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .errors import PlanMismatchError
+from .errors import DepthDecayError, PlanMismatchError
 from .plan import Plan
 
 
 def check_plan(plan: Plan, model: Any, *, allow_other_weights: bool = False) -> None:
     """Refuse a plan of another shape; of other weights warn, or refuse them too where the plan has repairs."""
+    if not isinstance(plan, Plan):
+        raise DepthDecayError(f"expected a depthdecay.Plan, got {type(plan).__name__}; Plan.load(path) reads one")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if plan.num_layers != layers:
         raise PlanMismatchError(f"the plan is for {plan.num_layers} layers, but {type(model).__name__} has {layers}")
-    if plan.model is None:
-        return  # made by hand for a number of layers, not calibrated on a model
-    from .identity import identity
+    if plan.model is not None:  # else it was made by hand for a number of layers, not calibrated on a model
+        from .identity import identity
 
-    warning = plan.check_model(identity(model), allow_other_weights=allow_other_weights)
-    if warning:
-        warnings.warn(warning, stacklevel=3)
+        warning = plan.check_model(identity(model), allow_other_weights=allow_other_weights)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
+    if plan.repairs is not None:
+        raise DepthDecayError("this plan has repair maps, which this version cannot run; use a plan without them")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +18,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from .errors import DepthDecayError, UnsupportedModelError
 
 Forward = Callable[..., Any]
+
+# One lock a model: a pass replaces the forward of its layers for as long as it runs, so passes of one model take turns.
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+# Models that a whole block of the user's code has for itself.
+_CLAIMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -66,8 +74,32 @@ class Stack:
         """
         with contextlib.ExitStack() as undo:
             for index, layer in enumerate(self.layers):
-                undo.enter_context(replaced(layer, "forward", self._route(index, layer, layer_pass)))
+                undo.enter_context(patched(layer, "forward", self._route(index, layer, layer_pass)))
             yield layer_pass
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """For one pass: other threads wait, and a model that a block has claimed is refused."""
+        with _LOCKS.setdefault(self.model, threading.RLock()):
+            if self.model in _CLAIMED:
+                raise DepthDecayError(
+                    "this model is inside depthdecay.applied; leave that block before using an Engine"
+                )
+            yield
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For a block of the user's code: nobody else may route this model's layers."""
+        with _LOCKS.setdefault(self.model, threading.RLock()):
+            if self.model in _CLAIMED:
+                raise DepthDecayError(
+                    "this model is inside depthdecay.applied already; leave that block before entering another"
+                )
+            _CLAIMED.add(self.model)
+        try:
+            yield
+        finally:
+            _CLAIMED.discard(self.model)
 
     def _route(self, index: int, layer: nn.Module, layer_pass: LayerPass) -> Forward:
         forward = layer.forward  # may be an accelerate hook's: multi-GPU models go on working
@@ -127,6 +159,34 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
             obj.__dict__.pop(name, None)
         else:
             obj.__dict__[name] = before
+
+
+class Patch:
+    """A function in the place of a method, that looks like it but refuses to be copied along with the model.
+
+    A copied function would go on calling the original model, with the original's weights.
+    """
+
+    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.function = function
+        self.__wrapped__ = original
+        self.__signature__ = inspect.signature(original)  # transformers reads what a forward accepts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise DepthDecayError("the model cannot be copied while depth decay is applied to it; leave the block first")
+
+    def __reduce__(self) -> Any:
+        raise DepthDecayError("the model cannot be pickled while depth decay is applied to it; leave the block first")
+
+
+@contextlib.contextmanager
+def patched(obj: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in the place of a method for a while."""
+    with replaced(obj, name, Patch(function, getattr(obj, name))):
+        yield
 
 
 def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
