@@ -18,9 +18,8 @@ setup: $(STAMP) ## create the environment and install everything into it
 demo: $(STAMP) ## the same question at full depth and with decay
 	@$(BIN)/depthdecay demo
 
-test: $(STAMP) ## run the tests, then ruff and mypy
+test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
-	@$(MAKE) --no-print-directory lint
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

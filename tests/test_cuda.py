@@ -201,3 +201,54 @@ def test_a_model_on_two_gpus_runs_eagerly() -> None:
     engine = dd.Engine(spread, plan=plan)
     assert not engine.uses_graphs
     assert [r.token_ids for r in engine.generate(PROMPTS, max_new_tokens=12)] == expected
+
+
+def wide_model() -> Any:
+    """A bf16 model with Qwen2.5-1.5B's kinds of matrices, a quarter of its layers and a small vocabulary."""
+    changes = {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+    }
+    model = tiny_model("qwen2", use_sliding_window=False, **changes).cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.02)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_same_request_gives_the_same_bits(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = dd.Engine(wide_model(), plan=dd.Plan.for_speedup(LAYERS, 1.25, over_tokens=256), compile=compile)
+    runs = []
+    for _ in range(4):
+        seen: list[torch.Tensor] = []
+        pick = dd.Engine._pick
+
+        def keep(*args: Any, pick: Any = pick, seen: list[torch.Tensor] = seen) -> Any:
+            stopped = pick(*args)
+            seen.append(args[1].logits.clone())
+            return stopped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dd.Engine, "_pick", keep)
+            tokens = engine.generate(PROMPTS[:1], max_new_tokens=256)[0].token_ids
+        runs.append((tokens, torch.stack(seen)))
+    for tokens, logits in runs[1:]:
+        assert tokens == runs[0][0]
+        assert torch.equal(logits, runs[0][1])
+
+
+def test_graphs_outlive_a_compiled_generate_of_transformers() -> None:
+    """Its graphs free cuBLAS's shared workspaces, which ours must not depend on."""
+    model, plan = wide_model(), plan_with(None)
+    engines = [dd.Engine(model, plan=plan), dd.Engine(model, plan=plan, compile=True)]
+    before = [engine.generate(PROMPTS[:1], max_new_tokens=64)[0].token_ids for engine in engines]
+    ids = torch.tensor([PROMPTS[0]]).cuda()
+    for _ in range(3):
+        model.generate(ids, max_new_tokens=32, do_sample=False, cache_implementation="static")
+        torch.cuda.empty_cache()
+        after = [engine.generate(PROMPTS[:1], max_new_tokens=64)[0].token_ids for engine in engines]
+        assert after == before
