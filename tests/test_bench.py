@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench import SHAPES, Report, random_model, run_bench
+from depthdecay.bench import SHAPES, Report, Row, random_model, run_bench
 from depthdecay.cli import app
+from depthdecay.cli.bench import _FIGURES, _HEADINGS, _table
+from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
+from depthdecay.results import write_result
 from depthdecay.stack import Stack
 
 CPU = torch.device("cpu")
@@ -67,6 +71,26 @@ def test_a_peer_that_fails_leaves_a_row_that_says_why(monkeypatch: pytest.Monkey
     assert made.rows[1].error is None
 
 
+def test_a_text_that_ends_early_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Engine.generate
+
+    def shorter(engine: Engine, prompts: Any, max_new_tokens: int, **settings: Any) -> Any:
+        return whole(engine, prompts, max_new_tokens - (engine.plan is not None), **settings)
+
+    monkeypatch.setattr(Engine, "generate", shorter)
+    model = random_model("tiny", CPU, torch.float32)
+    made = run_bench(model, "tiny", dd.Plan.decay(8, 0.9), new_tokens=6, rounds=1, methods=["full", "decay"])
+    assert made.rows[0].error is None
+    assert made.rows[1].error == "DepthDecayError: decoding ended after 5 of 6 tokens"
+    assert made.rows[1].wall_clock_speedup is None
+
+
+def test_longer_than_the_context_is_refused() -> None:
+    model = random_model("tiny", CPU, torch.float32)
+    with pytest.raises(DepthDecayError, match=r"480 and 33 new tokens make 513.*512"):
+        run_bench(model, "tiny", dd.Plan.decay(8, 0.9), prompt_tokens=480, new_tokens=33, methods=["full"])
+
+
 def test_true_shapes() -> None:
     """Parameters of the real models, in billions, from the shapes alone."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -87,8 +111,9 @@ def test_unknown_names_are_refused() -> None:
         run_bench(random_model("tiny", CPU, torch.float32), "tiny", dd.Plan.decay(8, 0.9), methods=["quick"])
 
 
-def test_command_writes_a_result_file(tmp_path: Path) -> None:
-    target = tmp_path / "results" / "tiny.json"
+def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = Path("results", "tiny.json")  # one folder below the current one is made
     command = [
         "bench",
         "--shape",
@@ -105,6 +130,7 @@ def test_command_writes_a_result_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "realised" in result.output
+    assert "\n  range of rounds " in result.output
     written = json.loads(target.read_text())
     assert {"command", "commit", "machine", "versions", "rows", "settings"} <= written.keys()
     assert str(tmp_path) not in target.read_text()  # the result says nothing about where it was made
@@ -120,6 +146,7 @@ def test_command_writes_a_result_file(tmp_path: Path) -> None:
         (["--shape", "tiny", "--batch", "0"], "--batch"),
         (["--shape", "tiny", "--methods", "warp"], "warp"),
         (["--shape", "tiny", "--speedup", "9"], "9"),
+        (["--shape", "tiny", "--prompt-tokens", "500"], "context holds 512"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
@@ -127,3 +154,30 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_place_that_is_not_there_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("depthdecay.bench.run_bench", lambda *_, **__: pytest.fail("measured first"))
+    (tmp_path / "file").touch()
+    places = (str(tmp_path / "absent" / "x.json"), "two/levels/x.json", "file/x.json", "", ".", "a\0b", "x" * 300)
+    for place in places:
+        with pytest.raises(DepthDecayError) as caught:
+            write_result(place, {})
+        assert "\n" not in str(caught.value)
+    for place in places[:3]:
+        result = CliRunner().invoke(app, ["bench", "--shape", "tiny", "--device", "cpu", "--json", place])
+        assert result.exit_code == 2
+        assert "folder that exists" in result.output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_table_of_a_large_model_fits_80_columns() -> None:
+    row = Row("", "", 38.256, 38.25, 38.99, 8.1, 4321.1, 0.91, 20480, 1.254, 1.251, 1.249, 0.998, 141.2, 123.4)
+    report = Report("llama-2-70b", {}, 4000.0, 137.9, [Row(**{**vars(row), "method": m}) for m in _HEADINGS])
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(_table(report))
+    lines = capture.get().rstrip().splitlines()
+    assert len(lines) == 2 + len(_FIGURES)  # two lines of headings, then none is broken
+    assert all(any(line.startswith(label) for line in lines) for label in _FIGURES)

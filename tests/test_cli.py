@@ -199,6 +199,7 @@ def test_alpha_outside_its_range(alpha: str) -> None:
         (("--raw", "--system", "be brief"), "--raw"),
         (("--json", "--show-depth"), "--show-depth"),
         (("--plan", "no/such/plan.json"), "no plan at"),
+        (("--plan", ""), "path is empty"),
         (("--prompt-file", "f"), "together"),
     ],
 )

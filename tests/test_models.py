@@ -491,6 +491,34 @@ def test_template_that_refuses_a_role() -> None:
         models.prompt_ids(Template("{{ missing.role }}"), "abc", chat=True, system="x")
 
 
+@pytest.mark.parametrize("content", [None, ["text"], [{"type": "text", "text": "hi"}], 5])
+def test_messages_that_hold_no_text(content: Any) -> None:
+    with pytest.raises(DepthDecayError, match="the content of message 2 is"):
+        models.chat_ids(Template(CHATML), [{"role": "system", "content": "x"}, {"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "hi"}, "hi", None])
+def test_messages_that_are_none(message: Any) -> None:
+    with pytest.raises(DepthDecayError, match="message 1"):
+        models.chat_ids(Template(CHATML), [message])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content + 1 }}", "{{ {}['a'].b }}", "{{ 1 // 0 }}", "{% broken", "{{ messages[9].x.y }}"],
+)
+def test_template_that_fails(template: str) -> None:
+    with pytest.raises(DepthDecayError, match="chat template") as caught:
+        models.chat_ids(Template(template), [{"role": "user", "content": "hi"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_none() -> None:
+    for text in ("a\ud800", None):
+        with pytest.raises(DepthDecayError, match="prompt"):
+            models.prompt_ids(Template(None), text)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("template", "end"),
     [

@@ -1,6 +1,7 @@
 """Plans join schedule and ladder, know their model, and survive a round trip through files."""
 
 import json
+import logging
 import os
 import random
 import sys
@@ -113,6 +114,22 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".json", "a\0b", "a\0b.json", "\ud800.json"])
+def test_names_that_no_file_can_have(name, tmp_path):
+    with pytest.raises(DepthDecayError, match="cannot be written") as caught:
+        Plan.full(3).save(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_current_folder(path, tmp_path, monkeypatch):
+    Plan.full(3).save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DepthDecayError, match="path is empty"):
+        Plan.load(path)
+
+
 def changed(**changes: object) -> str:
     return json.dumps(PLANS[-1].to_dict() | changes)
 
@@ -173,23 +190,60 @@ def test_missing_places_are_refused_without_asking_the_hub(tmp_path, monkeypatch
         assert "ModuleNotFoundError" not in str(caught.value)
 
 
-def test_load_from_a_repository(tmp_path, monkeypatch):
-    file = Plan.decay(12, 0.9).save(tmp_path)
-    asked = []
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub of one repository, owner/name, that can be cut off; what was asked of it, in order."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
 
-    def download(repository: str, name: str) -> str:
-        asked.append((repository, name))
-        if repository == "owner/name":
-            return str(file)
-        raise ConnectionError("a long\nstory")
+    class NotThere(HfHubHTTPError):
+        def __init__(self):
+            """Without the answer that the real one carries."""
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+    file = Plan.decay(12, 0.9).save(tmp_path / "hub")
+    hub = types.SimpleNamespace(reachable=True, asked=[], fetched={})
+
+    def ask(url, timeout):
+        hub.asked.append(url.removeprefix("https://huggingface.co/"))
+        if not hub.reachable:
+            logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+            raise ConnectionError("a long\nstory")
+        if "owner/name" not in url:
+            raise NotThere
+
+    def download(repository, name):
+        hub.asked.append((repository, name))
+        hub.fetched[repository] = str(file)
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repository, name: hub.fetched.get(repository))
     monkeypatch.chdir(tmp_path)
+    return hub
+
+
+def test_load_from_a_repository(hub):
     assert Plan.load("owner/name") == Plan.decay(12, 0.9)
+    assert hub.asked == ["owner/name/resolve/main/plan.json", ("owner/name", "plan.json")]
     with pytest.raises(DepthDecayError, match="neither a local file or folder nor a reachable") as caught:
         Plan.load("owner/other")
     assert "\n" not in str(caught.value)
-    assert asked == [("owner/name", "plan.json"), ("owner/other", "plan.json")]
+
+
+def test_without_a_network_the_hub_is_asked_once_and_quietly(hub, capfd):
+    hub.reachable = False
+    with pytest.raises(DepthDecayError, match="ConnectionError"):
+        Plan.load("owner/name")
+    assert hub.asked == ["owner/name/resolve/main/plan.json"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_fetched_before_needs_no_network(hub):
+    Plan.load("owner/name")
+    hub.reachable = False
+    assert Plan.load("owner/name") == Plan.decay(12, 0.9)
+    assert len(hub.asked) == 3
 
 
 def test_parts_that_do_not_fit_are_refused():

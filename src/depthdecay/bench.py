@@ -116,6 +116,12 @@ def run_bench(
     if unknown:
         raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
     stack = Stack.of(model)
+    limit = stack.context_limit()
+    if limit is not None and prompt_tokens + new_tokens > limit:
+        raise DepthDecayError(
+            f"a prompt of {prompt_tokens} and {new_tokens} new tokens make {prompt_tokens + new_tokens}, but the "
+            f"model's context holds {limit}; ask for fewer"
+        )
     device = stack.model.device
     vocabulary = stack.model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -192,9 +198,12 @@ class _Contender:
     def _ours(self) -> float:
         assert self.engine is not None
         # Greedy as the peers are; random weights have no end of text.
-        result = self.engine.generate(self.prompts.tolist(), max_new_tokens=self.new_tokens, do_sample=False)[0]
-        self.layers_executed = result.layers_executed
-        return result.decode_seconds
+        results = self.engine.generate(self.prompts.tolist(), max_new_tokens=self.new_tokens, do_sample=False)
+        shortest = min(len(result.token_ids) for result in results)
+        if shortest != self.new_tokens:
+            raise DepthDecayError(f"decoding ended after {shortest} of {self.new_tokens} tokens")
+        self.layers_executed = results[0].layers_executed
+        return results[0].decode_seconds
 
     def _transformers(self) -> float:
         # A run of one token is the prompt's pass and generate's own preparation; the rest is decoding.

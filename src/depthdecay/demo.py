@@ -38,8 +38,9 @@ UNSTEADY = (
 
 CAVEAT = (
     "The two texts differ: a token that ran fewer layers may be another token, and in a small model soon a worse one. "
-    "This plan is uncalibrated: it drops layers from the middle outwards, by guess. What protects quality is "
-    "calibration (which layers to drop, how fast, with repairs) and lossless mode (the full model verifies each token)."
+    "This plan is uncalibrated: it drops layers from the middle outwards, by guess. What protects quality is not in "
+    "this version yet: calibration (which layers to drop, how fast, with repairs) and lossless mode (the full model "
+    "verifies each token)."
 )
 
 
@@ -63,28 +64,29 @@ def demo(
     loaded = options.load()
     plan = plan_options.make(opt.num_layers(loaded.model), new_tokens)
     assert plan is not None
-    engine = options.engine(loaded, plan)
+    # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
+    full_engine, decay_engine = options.engine(loaded, None), options.engine(loaded, plan)
     # Before either is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
     with working("warming up …"):
-        for mode in ("full", "decay"):
-            engine.generate([question], min(_WARM_UP_STEPS, new_tokens), mode=mode, do_sample=False)
+        for engine in (full_engine, decay_engine):
+            engine.generate([question], _warm_up_tokens(engine, new_tokens), do_sample=False)
     console = out_console()
     console.print(Text.assemble(("\n› ", "dim"), (question, "bold")))
-    full = _answer(engine, question, "full", new_tokens)
-    decay = _answer(engine, question, "decay", new_tokens)
+    full = _answer(full_engine, question, new_tokens)
+    decay = _answer(decay_engine, question, new_tokens)
     # In the opposite order, so that a machine that grows busier or quieter meanwhile favours neither.
     with working("timing both once more …"):
         decay_again, full_again = (
-            engine.generate([question], new_tokens, mode=mode, do_sample=False)[0] for mode in ("decay", "full")
+            engine.generate([question], new_tokens, do_sample=False)[0] for engine in (decay_engine, full_engine)
         )
     timing = Timing((full.ms_per_token, full_again.ms_per_token), (decay.ms_per_token, decay_again.ms_per_token))
     console.print()
-    console.print(results_table(full, decay, timing, f"{loaded.name} on {engine.device}"), soft_wrap=False)
+    console.print(results_table(full, decay, timing, f"{loaded.name} on {full_engine.device}"), soft_wrap=False)
     if not timing.is_steady(decay.layer_speedup):
         console.print(Text(UNSTEADY, style="yellow"), soft_wrap=False)
     console.print()
     console.print(Text("depth of each token (· saved)", style="bold"))
-    shallowest = opt.shallowest_depth(engine, new_tokens)
+    shallowest = opt.shallowest_depth(decay_engine, new_tokens)
     console.print(depth_curve(decay.depths, decay.num_layers, shallowest, min(console.width, 100), height=8))
     console.print(depth_legend(decay.depths, decay.num_layers, shallowest))
     console.print()
@@ -92,16 +94,21 @@ def demo(
     console.print(Text(save_picture(decay, plan, loaded.name, out), style="dim"))
 
 
-def _answer(engine: Engine, question: str, mode: str, new_tokens: int) -> Result:
+def _warm_up_tokens(engine: Engine, new_tokens: int) -> int:
+    """Graphs are captured for a length, and kept for what is no longer; elsewhere a few steps do."""
+    return new_tokens if engine.uses_graphs else min(_WARM_UP_STEPS, new_tokens)
+
+
+def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
     layers = engine.stack.num_layers
-    title = f"full depth: {layers} layers for every token" if mode == "full" else "depth decay: fewer and fewer layers"
+    title = "depth decay: fewer and fewer layers" if engine.plan else f"full depth: {layers} layers for every token"
     console = out_console()
     console.print()
     if console.is_terminal:
         console.print(Rule(Text(title, style="bold"), align="left", style="dim"), soft_wrap=False)
     else:
         console.print(f"--- {title}")
-    stream = engine.stream(question, new_tokens, mode=mode, do_sample=False)
+    stream = engine.stream(question, new_tokens, do_sample=False)
     stream_text(engine, stream, opt.shallowest_depth(engine, new_tokens), show_depth=True)
     return stream.result
 

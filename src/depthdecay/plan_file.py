@@ -12,12 +12,16 @@ from typing import Any, NoReturn
 from depthdecay.errors import DepthDecayError
 
 PLAN_FILE = "plan.json"
+_HUB_SECONDS = 10.0
 _REPOSITORY_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def save_plan_file(values: dict[str, Any], path: Path) -> Path:
     """Write to a .json path itself, or to plan.json in any other path, which becomes a folder."""
-    file = path if path.suffix == ".json" and not path.is_dir() else path / PLAN_FILE
+    try:
+        file = path if path.suffix == ".json" and not path.is_dir() else path / PLAN_FILE
+    except OSError as error:
+        raise DepthDecayError(f"the plan cannot be written to {_short(path)}: {error.strerror or error}") from None
     try:
         # One line a field: a drop order stays readable, and a diff shows which part changed.
         lines = [f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False, allow_nan=False)}" for k, v in values.items()]
@@ -38,7 +42,9 @@ def save_plan_file(values: dict[str, Any], path: Path) -> Path:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise DepthDecayError(f"the plan cannot be written to {file}: {error.strerror or error}") from None
+        raise DepthDecayError(f"the plan cannot be written to {_short(file)}: {error.strerror or error}") from None
+    except ValueError:  # a NUL byte, or half a character
+        raise DepthDecayError(f"the plan cannot be written to {_short(file)}: no file can have that name") from None
     return file
 
 
@@ -59,7 +65,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _short(path: Path) -> str:
+    """A path for an error line: in quotes, since it may hold anything, and cut where it is very long."""
+    text = str(path)
+    return repr(text if len(text) <= 200 else f"{text[:80]}…{text[-80:]}")
+
+
 def _locate(path: str) -> Path:
+    if not path.strip():
+        raise DepthDecayError(
+            f"the plan's path is empty; expected a .json file, a folder with {PLAN_FILE}, "
+            "or a Hugging Face repository as owner/name"
+        )
     local = Path(path)
     try:
         if local.is_file():
@@ -76,12 +93,31 @@ def _locate(path: str) -> Path:
             "or a Hugging Face repository as owner/name"
         )
     try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(path, PLAN_FILE))
+        return _download(path)
     # The hub fails in many ways (offline, unknown, private, no such file), and all mean the same to the user.
     except Exception as error:
         raise DepthDecayError(
             f"{path} is neither a local file or folder nor a reachable Hugging Face repository with a {PLAN_FILE} "
             f"({type(error).__name__})"
         ) from None
+
+
+def _download(repository: str) -> Path:
+    """The newest plan of a repository, or the one fetched before where the Hub cannot be reached."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from depthdecay.models import quiet_libraries
+
+    with quiet_libraries(downloads=False):
+        try:
+            # Asked once first: without a network the download itself would try again for half a minute.
+            get_hf_file_metadata(hf_hub_url(repository, PLAN_FILE), timeout=_HUB_SECONDS)
+        except HfHubHTTPError:
+            raise  # the Hub was reached, and has no such plan
+        except Exception:
+            fetched = try_to_load_from_cache(repository, PLAN_FILE)
+            if not isinstance(fetched, str):
+                raise
+            return Path(fetched)
+        return Path(hf_hub_download(repository, PLAN_FILE))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,30 +11,14 @@ import torch
 from transformers import StoppingCriteriaList
 
 from .errors import DepthDecayError
+from .gguf_convert import one_line
+from .models import chat_ids, prompt_ids
+from .schedule import whole_number
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 DEFAULT_NEW_TOKENS = 256  # where neither the caller nor the model's generation_config says
-
-# Settings that change the scores and are transformers' business; everything else unknown is refused by name.
-_PASSED_ON = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_new_tokens",
-    "eos_token_id",
-    "pad_token_id",
-    "suppress_tokens",
-    "sequence_bias",
-)
-_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria")
 
 
 @dataclass
@@ -52,90 +36,68 @@ class Request:
     stopping_criteria: StoppingCriteriaList
 
 
-def prepare_request(
-    engine: Engine, prompts: Sequence[Any], max_new_tokens: int | None, settings: dict[str, Any]
-) -> Request:
+def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, settings: dict[str, Any]) -> Request:
     unknown = sorted(set(settings) - set(_PASSED_ON) - set(_OWN))
     if unknown:
-        raise DepthDecayError(f"unknown setting '{unknown[0]}'; known are {', '.join(sorted(_PASSED_ON + _OWN))}")
-    if not prompts:
-        raise DepthDecayError("no prompt was given; pass a string, token ids, or a list of those")
-    config = _generation_config(engine, settings)
-    stop = settings.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if stop and engine.tokenizer is None:
-        raise DepthDecayError("stop strings need a tokenizer; Engine(model, tokenizer, plan) takes one")
-    if not all(isinstance(s, str) and s for s in stop):
-        raise DepthDecayError(f"stop strings must be non-empty strings, got {stop!r}")
-    ids = [_token_ids(engine, prompt, settings) for prompt in prompts]
-    eos = config.eos_token_id
-    eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
-    pad = config.pad_token_id
+        raise DepthDecayError(f"unknown setting '{unknown[0]}'; known are {', '.join(sorted((*_PASSED_ON, *_OWN)))}")
+    vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
+    config = _generation_config(engine.stack.model, settings, vocabulary)
+    stop = _stop_strings(engine, settings.get("stop"))
+    ids = [_token_ids(engine, prompt, settings, vocabulary) for prompt in _prompts(prompts)]
+    prompt_length = max(map(len, ids))
+    new_tokens = _new_tokens(engine, max_new_tokens, prompt_length)
+    # As generate completes them: processors that act near the end of the text read these.
+    config.max_length = prompt_length + new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = prompt_length + config.min_new_tokens
+    eos = config.eos_token_id or []
+    # A model may name a pad token that it has no embedding for; padding is masked, so any other does as well.
+    pads = [pad for pad in (config.pad_token_id, *sorted(eos)) if pad is not None and 0 <= pad < vocabulary]
     return Request(
         prompts=ids,
-        max_new_tokens=_new_tokens(engine, max_new_tokens, config, max(map(len, ids))),
+        max_new_tokens=new_tokens,
         generation_config=config,
-        eos_token_ids=eos_ids,
-        pad_token_id=pad if isinstance(pad, int) and pad >= 0 else min(eos_ids, default=0),
+        eos_token_ids=frozenset(eos),
+        pad_token_id=pads[0] if pads else 0,
         stop=stop,
         seed=_seed(settings.get("seed")) if config.do_sample else None,
-        logits_processor=settings.get("logits_processor"),
-        stopping_criteria=StoppingCriteriaList(settings.get("stopping_criteria") or []),
+        logits_processor=_functions("logits_processor", settings.get("logits_processor")),
+        stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
     )
 
 
-def _generation_config(engine: Engine, settings: dict[str, Any]) -> Any:
-    given = {name: settings[name] for name in _PASSED_ON if settings.get(name) is not None}
-    _check_sampling(given)
-    temperature = given.get("temperature")
-    if temperature == 0:
-        given.pop("temperature")
-        given["do_sample"] = False
-    elif "do_sample" not in given and {"temperature", "top_k", "top_p", "min_p", "typical_p"} & given.keys():
-        given["do_sample"] = True
-    config, _ = engine.stack.model._prepare_generation_config(None, **given)
-    if config.num_beams not in (None, 1):
-        raise DepthDecayError(f"the model's generation_config asks for {config.num_beams} beams; set num_beams to 1")
-    return config
+# --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def _check_sampling(given: dict[str, Any]) -> None:
-    def check(name: str, low: float, high: float, what: str) -> None:
-        value = given.get(name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise DepthDecayError(f"{name} must be {what}, got {value!r}")
+def _prompts(prompts: Any) -> list[Any]:
+    """The batch as a list; the rows of a tensor or an array are its prompts."""
+    _refuse_mapping(prompts)
+    try:
+        batch = [] if prompts is None else list(_plain(prompts))
+    except TypeError:
+        raise DepthDecayError(
+            f"prompts is {reprlib.repr(prompts)}; expected a string, or a list of strings, conversations or token ids"
+        ) from None
+    if not batch:
+        raise DepthDecayError("no prompt was given; pass a string, or a list of strings, conversations or token ids")
+    return batch
 
-    check("temperature", 0, 1e6, "0 (greedy) or more")
-    check("top_k", 0, 2**31, "a whole number, 0 for no limit")
-    check("top_p", 1e-9, 1, "above 0 and at most 1")
-    check("min_p", 0, 1, "between 0 and 1")
-    check("repetition_penalty", 1e-9, 1e6, "above 0 (1 is none)")
 
-
-def _token_ids(engine: Engine, prompt: Any, settings: dict[str, Any]) -> list[int]:
-    vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+def _token_ids(engine: Engine, prompt: Any, settings: dict[str, Any], vocabulary: int) -> list[int]:
+    _refuse_mapping(prompt)
+    prompt = _plain(prompt)
+    is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or is_chat:
         if engine.tokenizer is None:
             raise DepthDecayError("text prompts need a tokenizer; pass token ids, or Engine(model, tokenizer, plan)")
-        from .models import chat_ids, prompt_ids
-
+        if isinstance(prompt, str) and not prompt.strip():
+            raise DepthDecayError("the prompt is empty; give at least one word")
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise DepthDecayError("the prompt is empty; give at least one word")
             ids = prompt_ids(engine.tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"))
         else:
             ids = chat_ids(engine.tokenizer, prompt)
     else:
-        if isinstance(prompt, torch.Tensor):
-            prompt = prompt.flatten().tolist()
-        try:
-            ids = [int(token) for token in prompt]
-        except (TypeError, ValueError):
-            raise DepthDecayError(
-                f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}"
-            ) from None
+        ids = _whole_ids(prompt)
     if not ids:
         raise DepthDecayError("the prompt is empty; give at least one token")
     bad = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -144,22 +106,249 @@ def _token_ids(engine: Engine, prompt: Any, settings: dict[str, Any]) -> list[in
     return ids
 
 
-def _new_tokens(engine: Engine, asked: int | None, config: Any, prompt_length: int) -> int:
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise DepthDecayError(f"max_new_tokens must be a whole number of at least 1, got {asked!r}")
+def _whole_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, int):
+        raise DepthDecayError(
+            f"a prompt is a list of token ids, got {prompt}; wrap the ids of a prompt in a list of its own: [[1, 2, 3]]"
+        )
+    try:
+        ids = [_plain(token) for token in prompt]
+    except TypeError:
+        raise DepthDecayError(
+            f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}"
+        ) from None
+    rows = [row for row in ids if isinstance(row, list | tuple)]
+    if rows and len(ids) == 1:  # a batch of one, as tokenizers return it
+        ids = list(rows[0])
+    elif rows:
+        raise DepthDecayError(f"one prompt has {len(ids)} rows of token ids; pass every row as a prompt of its own")
+    odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int)), None)
+    if odd is not None:
+        raise DepthDecayError(f"token ids are whole numbers, got {reprlib.repr(odd)}; text goes in as one string")
+    return [int(token) for token in ids]
+
+
+def _refuse_mapping(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        return
+    if "role" in given:
+        raise DepthDecayError("a message was given as a prompt; a prompt is a list of messages: [[{...}, {...}]]")
+    raise DepthDecayError(
+        f'a {type(given).__name__} is no prompt; pass its token ids, as in tokenizer("text")["input_ids"]'
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and numpy's numbers as Python's lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+_Check = Callable[[str, Any, int], Any]  # (name, value, size of the vocabulary) -> the value to use, or an error
+
+
+def _refuse(name: str, value: Any, expected: str) -> DepthDecayError:
+    return DepthDecayError(f"{name} is {reprlib.repr(value)}; expected {expected}")
+
+
+def _whole(low: int) -> _Check:
+    return lambda name, value, vocabulary: whole_number(name, value, low)
+
+
+def _real(low: float, high: float, expected: str) -> _Check:
+    def check(name: str, value: Any, vocabulary: int) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise _refuse(name, value, expected)
+        return float(value)
+
+    return check
+
+
+def _yes_or_no(name: str, value: Any, vocabulary: int) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _token(name: str, value: Any, vocabulary: int, low: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < vocabulary:
+        none = ", or -1 for none" if low < 0 else ""
+        raise _refuse(name, value, f"a token id from 0 to {vocabulary - 1}{none}")
+    return int(value)
+
+
+def _tokens(name: str, value: Any, vocabulary: int) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise _refuse(name, value, "a list of token ids")
+    return [_token(f"{name} {reprlib.repr(value)}: one", _plain(token), vocabulary) for token in value]
+
+
+def _pad_token(name: str, value: Any, vocabulary: int) -> int:
+    return _token(name, value, vocabulary, low=-1)
+
+
+def _end_tokens(name: str, value: Any, vocabulary: int) -> list[int] | None:
+    tokens = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
+    return [t for t in (_token(name, _plain(t), vocabulary, low=-1) for t in tokens) if t >= 0] or None
+
+
+def _sequences(name: str, value: Any, vocabulary: int) -> list[list[int]] | None:
+    if not isinstance(value, list | tuple) or not all(_plain(ids) for ids in value):
+        raise _refuse(name, value, "a list of non-empty lists of token ids")
+    return [_tokens(name, _plain(ids), vocabulary) for ids in value] or None
+
+
+def _biases(name: str, value: Any, vocabulary: int) -> dict[tuple[int, ...], float] | None:
+    expected = "a mapping from tuples of token ids to biases"
+    try:
+        pairs = [(tuple(ids), float(bias)) for ids, bias in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        raise _refuse(name, value, expected) from None
+    if not all(ids for ids, _ in pairs):
+        raise _refuse(name, value, expected)
+    return {tuple(_tokens(name, ids, vocabulary)): bias for ids, bias in pairs} or None
+
+
+_SAMPLING: dict[str, _Check] = {
+    "temperature": _real(0, 1e6, "0 (greedy) or more"),
+    "top_k": _whole(0),
+    "top_p": _real(1e-9, 1, "a number above 0 and at most 1"),
+    "min_p": _real(0, 1, "a number between 0 and 1"),
+    "typical_p": _real(1e-9, 1, "a number above 0 and at most 1"),
+}
+# Settings that change the scores and are transformers' business; everything else unknown is refused by name.
+_PASSED_ON: dict[str, _Check] = {
+    "do_sample": _yes_or_no,
+    **_SAMPLING,
+    "repetition_penalty": _real(1e-9, 1e6, "a number above 0 (1 is none)"),
+    "no_repeat_ngram_size": _whole(0),
+    "bad_words_ids": _sequences,
+    "min_new_tokens": _whole(0),
+    "eos_token_id": _end_tokens,
+    "pad_token_id": _pad_token,
+    "suppress_tokens": _tokens,
+    "sequence_bias": _biases,
+}
+_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria")
+
+# What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.
+_NOT_DONE: dict[str, Any] = {
+    **{"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0, "guidance_scale": 1, "token_healing": False},
+    **{"max_time": None, "dola_layers": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None},
+}
+
+
+def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) -> Any:
+    own = model.generation_config
+    for name, nothing in _NOT_DONE.items():
+        value = getattr(own, name, None)
+        if value is not None and value != nothing:
+            raise DepthDecayError(
+                f"the model's generation_config sets {name} to {reprlib.repr(value)}, which depthdecay does not do; "
+                f"set model.generation_config.{name} = None"
+            )
+    _own_value(own, "max_new_tokens", vocabulary)  # here, before transformers compares it with a number
+    given = {
+        name: check(name, _plain(settings[name]), vocabulary)
+        for name, check in _PASSED_ON.items()
+        if settings.get(name) is not None
+    }
+    if "do_sample" not in given and _SAMPLING.keys() & given.keys():
+        given["do_sample"] = True
+    sampling = given["do_sample"] if "do_sample" in given else _own_value(own, "do_sample", vocabulary)
+    sampling = bool(sampling) and given.get("temperature") != 0
+    chosen = {
+        name: given[name] if name in given else _own_value(own, name, vocabulary)
+        for name in _PASSED_ON
+        if sampling or name not in _SAMPLING  # without sampling they mean nothing
+    }
+    chosen["do_sample"] = sampling = sampling and chosen["temperature"] != 0
+    said = {
+        name: value
+        for name, value in chosen.items()
+        if (value is not None or name in given) and (sampling or name not in _SAMPLING)
+    }
+    try:
+        # What nobody has said is left to transformers' own defaults.
+        config, _ = model._prepare_generation_config(None, **said)
+        config.eos_token_id = chosen["eos_token_id"]
+        for name in () if sampling else _SAMPLING:
+            setattr(config, name, None)
+        mode = config.get_generation_mode()
+    except (TypeError, ValueError) as error:
+        raise DepthDecayError(f"the model's generation_config is not usable: {one_line(error)}") from error
+    if mode not in ("greedy_search", "sample"):
+        raise DepthDecayError(
+            f"the model's generation_config asks for {mode.value.replace('_', ' ')}, which depthdecay does not do; "
+            "it searches greedily or samples: unset the rest in model.generation_config"
+        )
+    return config
+
+
+def _own_value(own: Any, name: str, vocabulary: int) -> Any:
+    """A setting of the model's generation_config, held to the same rules as the caller's."""
+    value = _plain(getattr(own, name, None))
+    if value is None:
+        return None
+    # Models name special tokens that they have no embedding for; such an end never comes, and such a pad is replaced.
+    limit = 2**31 if name in ("eos_token_id", "pad_token_id") else vocabulary
+    check = _whole(1) if name in ("max_new_tokens", "max_length") else _PASSED_ON[name]
+    try:
+        return check(name, value, limit)
+    except DepthDecayError as error:
+        raise DepthDecayError(
+            f"the model's generation_config is not usable: {error}; correct model.generation_config.{name}"
+        ) from None
+
+
+def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
+    """As generate decides: the caller, the model's max_new_tokens, its max_length (which counts the prompt)."""
+    if asked is not None:
+        asked = whole_number("max_new_tokens", _plain(asked), 1)
     limit = engine.stack.context_limit()
     if limit is not None and prompt_length >= limit:
         raise DepthDecayError(
             f"the prompt has {prompt_length} tokens, but the model's context holds {limit} and needs one for the answer"
         )
-    wanted = asked or config.max_new_tokens or DEFAULT_NEW_TOKENS
+    own = engine.stack.model.generation_config
+    wanted = asked or _own_value(own, "max_new_tokens", 0)
+    if wanted is None and own.max_length not in (None, 20):  # 20 is what transformers fills in
+        wanted = _own_value(own, "max_length", 0) - prompt_length
+        if wanted < 1:
+            raise DepthDecayError(
+                f"the prompt has {prompt_length} tokens, but the model's generation_config sets max_length to "
+                f"{own.max_length}, prompt included; give max_new_tokens"
+            )
+    wanted = wanted or DEFAULT_NEW_TOKENS
     return int(min(wanted, limit - prompt_length) if limit is not None else wanted)
+
+
+def _stop_strings(engine: Engine, given: Any) -> tuple[str, ...]:
+    stop = engine.stack.model.generation_config.stop_strings if given is None else given
+    stop = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
+        raise _refuse("stop", stop, "a non-empty string or a list of them")
+    if stop and engine.tokenizer is None:
+        whose = "the stop strings of the model's generation_config" if given is None else "stop strings"
+        raise DepthDecayError(f"{whose} need a tokenizer; Engine(model, tokenizer, plan) takes one")
+    return tuple(stop)
+
+
+def _functions(name: str, given: Any) -> list[Any]:
+    """Processors or criteria: a list of them, or one alone."""
+    functions = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for function in functions:
+        if not callable(function) or isinstance(function, type):
+            raise _refuse(name, given, "a callable object, or a list of them")
+    return functions
 
 
 def _seed(seed: Any) -> int:
     if seed is None:
         # torch.manual_seed then makes runs repeatable, as with generate.
         return int(torch.randint(2**31, ()).item())
-    if isinstance(seed, bool) or not isinstance(seed, int) or math.fabs(seed) >= 2**63:
-        raise DepthDecayError(f"seed must be a whole number, got {seed!r}")
-    return seed
+    seed = _plain(seed)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise _refuse("seed", seed, "a whole number")
+    return int(seed)

@@ -45,19 +45,42 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def require_writable(path: str | Path) -> Path:
+    """Refuse a place that no result can be written to; asked before the measurement, which may take long.
+
+    Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
+    that is not there is taken for a slip.
+    """
+    target = Path(path)
+    hint = "give a file in a folder that exists"
+    try:
+        if not target.name or target.is_dir():
+            raise DepthDecayError(f"cannot write the result to '{path}', which names no file; {hint}")
+        if not target.is_absolute():
+            target.parent.mkdir(exist_ok=True)
+        if not target.parent.is_dir():
+            raise DepthDecayError(f"cannot write {path}: there is no folder '{target.parent}'; {hint}")
+    except OSError as error:
+        raise DepthDecayError(f"cannot write {path}: {error.strerror}; {hint}") from error
+    except ValueError:  # a NUL byte, for one
+        raise DepthDecayError(f"cannot write {str(path)!r}: no file can have that name; {hint}") from None
+    return target
+
+
 def write_result(path: str | Path, figures: dict[str, Any]) -> None:
     """Write figures with their provenance; a half-written file never takes the place of a whole one."""
-    target = Path(path)
+    target = require_writable(path)
     content = json.dumps({**provenance(), **figures}, indent=2, ensure_ascii=False) + "\n"
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        raise DepthDecayError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DepthDecayError(f"cannot write {path}: {reason}; give a file in a folder that exists") from error
 
 
 def _commit() -> str | None:

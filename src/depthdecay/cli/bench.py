@@ -54,6 +54,10 @@ def bench(
         whole_number(name, value, least)
     for name, value in (("--batch", batch), ("--rounds", rounds)):
         whole_number(name, value, 1)
+    if json_file is not None:
+        from depthdecay.results import require_writable, write_result
+
+        require_writable(json_file)
     if plan is None and alpha is None and speedup is None:
         speedup = "1.25"
     plan_options = opt.PlanOptions(plan, alpha, speedup, over)
@@ -93,8 +97,6 @@ def bench(
         )
     _print_report(report)
     if json_file is not None:
-        from depthdecay.results import write_result
-
         write_result(json_file, json.loads(json.dumps(report.to_dict())))
 
 
@@ -140,16 +142,16 @@ def _number(value: float | None, digits: int, unit: str = "") -> str:
 
 _HEADINGS = {
     "generate": "transformers\ngenerate",
-    "generate-static": "generate,\nstatic, compiled",
+    "generate-static": "generate,\nstatic cache",
     "full": "depthdecay\nfull depth",
     "decay": "depthdecay\ndecay",
 }
 _FIGURES: dict[str, Callable[[Row], str]] = {
     "ms/token": lambda row: _number(row.ms_per_token, 3),
-    "  fastest–slowest round": lambda row: f"{_number(row.ms_min, 2)}–{_number(row.ms_max, 2)}",
+    "  range of rounds": lambda row: f"{_number(row.ms_min, 2)}–{_number(row.ms_max, 2)}",
     "tokens/s": lambda row: _number(row.tokens_per_second, 1),
     "GB/s of weights": lambda row: _number(row.gb_per_second, 1),
-    "share of copy bandwidth": lambda row: _number(100 * (row.bandwidth_share or 0), 0, "%"),
+    "  of copy bandwidth": lambda row: _number(100 * (row.bandwidth_share or 0), 0, "%"),
     "layers executed": lambda row: str(row.layers_executed),
     "layer speed-up": lambda row: _number(row.layer_speedup, 3, "x"),
     "cost speed-up (ideal)": lambda row: _number(row.cost_speedup, 3, "x"),
