@@ -39,7 +39,8 @@ def main() -> None:
         output = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True).stdout
         total = time.perf_counter() - started
         if number > 0:  # the first start warms the file cache, and may convert the model
-            runs.append({"process": total, **json.loads(output)})
+            parts = json.loads(output)
+            runs.append({"to_first_token": sum(parts.values()), **parts, "whole_process": total})
     seconds = {part: round(statistics.median(run[part] for run in runs), 3) for part in runs[0]}
     print(json.dumps(seconds))
     if arguments.json:

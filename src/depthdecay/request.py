@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList
 
 from .errors import DepthDecayError
 from .gguf_convert import one_line
-from .models import chat_ids, prompt_ids
+from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
     config = _generation_config(engine.stack.model, settings, vocabulary)
     stop = _stop_strings(engine, settings.get("stop"))
-    ids = [_token_ids(engine, prompt, settings, vocabulary) for prompt in _prompts(prompts)]
+    ids = [token_ids(engine.tokenizer, prompt, settings, vocabulary) for prompt in as_batch(prompts)]
     prompt_length = max(map(len, ids))
     new_tokens = _new_tokens(engine, max_new_tokens, prompt_length)
     # As generate completes them: processors that act near the end of the text read these.
@@ -65,85 +65,6 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
         stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
     )
 
-
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
-def _prompts(prompts: Any) -> list[Any]:
-    """The batch as a list; the rows of a tensor or an array are its prompts."""
-    _refuse_mapping(prompts)
-    try:
-        batch = [] if prompts is None else list(_plain(prompts))
-    except TypeError:
-        raise DepthDecayError(
-            f"prompts is {reprlib.repr(prompts)}; expected a string, or a list of strings, conversations or token ids"
-        ) from None
-    if not batch:
-        raise DepthDecayError("no prompt was given; pass a string, or a list of strings, conversations or token ids")
-    return batch
-
-
-def _token_ids(engine: Engine, prompt: Any, settings: dict[str, Any], vocabulary: int) -> list[int]:
-    _refuse_mapping(prompt)
-    prompt = _plain(prompt)
-    is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if isinstance(prompt, str) or is_chat:
-        if engine.tokenizer is None:
-            raise DepthDecayError("text prompts need a tokenizer; pass token ids, or Engine(model, tokenizer, plan)")
-        if isinstance(prompt, str) and not prompt.strip():
-            raise DepthDecayError("the prompt is empty; give at least one word")
-        if isinstance(prompt, str):
-            ids = prompt_ids(engine.tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"))
-        else:
-            ids = chat_ids(engine.tokenizer, prompt)
-    else:
-        ids = _whole_ids(prompt)
-    if not ids:
-        raise DepthDecayError("the prompt is empty; give at least one token")
-    bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if bad is not None:
-        raise DepthDecayError(f"token id {bad} is outside the model's vocabulary of {vocabulary}")
-    return ids
-
-
-def _whole_ids(prompt: Any) -> list[int]:
-    if isinstance(prompt, int):
-        raise DepthDecayError(
-            f"a prompt is a list of token ids, got {prompt}; wrap the ids of a prompt in a list of its own: [[1, 2, 3]]"
-        )
-    try:
-        ids = [_plain(token) for token in prompt]
-    except TypeError:
-        raise DepthDecayError(
-            f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}"
-        ) from None
-    rows = [row for row in ids if isinstance(row, list | tuple)]
-    if rows and len(ids) == 1:  # a batch of one, as tokenizers return it
-        ids = list(rows[0])
-    elif rows:
-        raise DepthDecayError(f"one prompt has {len(ids)} rows of token ids; pass every row as a prompt of its own")
-    odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int)), None)
-    if odd is not None:
-        raise DepthDecayError(f"token ids are whole numbers, got {reprlib.repr(odd)}; text goes in as one string")
-    return [int(token) for token in ids]
-
-
-def _refuse_mapping(given: Any) -> None:
-    if not isinstance(given, Mapping):
-        return
-    if "role" in given:
-        raise DepthDecayError("a message was given as a prompt; a prompt is a list of messages: [[{...}, {...}]]")
-    raise DepthDecayError(
-        f'a {type(given).__name__} is no prompt; pass its token ids, as in tokenizer("text")["input_ids"]'
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Tensors, arrays and numpy's numbers as Python's lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
 
 _Check = Callable[[str, Any, int], Any]  # (name, value, size of the vocabulary) -> the value to use, or an error
 
@@ -181,7 +102,7 @@ def _token(name: str, value: Any, vocabulary: int, low: int = 0) -> int:
 def _tokens(name: str, value: Any, vocabulary: int) -> list[int]:
     if not isinstance(value, list | tuple):
         raise _refuse(name, value, "a list of token ids")
-    return [_token(f"{name} {reprlib.repr(value)}: one", _plain(token), vocabulary) for token in value]
+    return [_token(f"{name} {reprlib.repr(value)}: one", plain(token), vocabulary) for token in value]
 
 
 def _pad_token(name: str, value: Any, vocabulary: int) -> int:
@@ -190,13 +111,13 @@ def _pad_token(name: str, value: Any, vocabulary: int) -> int:
 
 def _end_tokens(name: str, value: Any, vocabulary: int) -> list[int] | None:
     tokens = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
-    return [t for t in (_token(name, _plain(t), vocabulary, low=-1) for t in tokens) if t >= 0] or None
+    return [t for t in (_token(name, plain(t), vocabulary, low=-1) for t in tokens) if t >= 0] or None
 
 
 def _sequences(name: str, value: Any, vocabulary: int) -> list[list[int]] | None:
-    if not isinstance(value, list | tuple) or not all(_plain(ids) for ids in value):
+    if not isinstance(value, list | tuple) or not all(plain(ids) for ids in value):
         raise _refuse(name, value, "a list of non-empty lists of token ids")
-    return [_tokens(name, _plain(ids), vocabulary) for ids in value] or None
+    return [_tokens(name, plain(ids), vocabulary) for ids in value] or None
 
 
 def _biases(name: str, value: Any, vocabulary: int) -> dict[tuple[int, ...], float] | None:
@@ -250,7 +171,7 @@ def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) ->
             )
     _own_value(own, "max_new_tokens", vocabulary)  # here, before transformers compares it with a number
     given = {
-        name: check(name, _plain(settings[name]), vocabulary)
+        name: check(name, plain(settings[name]), vocabulary)
         for name, check in _PASSED_ON.items()
         if settings.get(name) is not None
     }
@@ -288,7 +209,7 @@ def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) ->
 
 def _own_value(own: Any, name: str, vocabulary: int) -> Any:
     """A setting of the model's generation_config, held to the same rules as the caller's."""
-    value = _plain(getattr(own, name, None))
+    value = plain(getattr(own, name, None))
     if value is None:
         return None
     # Models name special tokens that they have no embedding for; such an end never comes, and such a pad is replaced.
@@ -305,7 +226,7 @@ def _own_value(own: Any, name: str, vocabulary: int) -> Any:
 def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
     """As generate decides: the caller, the model's max_new_tokens, its max_length (which counts the prompt)."""
     if asked is not None:
-        asked = whole_number("max_new_tokens", _plain(asked), 1)
+        asked = whole_number("max_new_tokens", plain(asked), 1)
     limit = engine.stack.context_limit()
     if limit is not None and prompt_length >= limit:
         raise DepthDecayError(
@@ -348,7 +269,7 @@ def _seed(seed: Any) -> int:
     if seed is None:
         # torch.manual_seed then makes runs repeatable, as with generate.
         return int(torch.randint(2**31, ()).item())
-    seed = _plain(seed)
+    seed = plain(seed)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise _refuse("seed", seed, "a whole number")
     return int(seed)

@@ -1,0 +1,85 @@
+"""Prompts in every form that people have them in, as token ids."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import DepthDecayError
+from .models import chat_ids, prompt_ids
+
+
+def as_batch(prompts: Any) -> list[Any]:
+    """The batch as a list; the rows of a tensor or an array are its prompts."""
+    _refuse_mapping(prompts)
+    try:
+        batch = [] if prompts is None else list(plain(prompts))
+    except TypeError:
+        raise DepthDecayError(
+            f"prompts is {reprlib.repr(prompts)}; expected a string, or a list of strings, conversations or token ids"
+        ) from None
+    if not batch:
+        raise DepthDecayError("no prompt was given; pass a string, or a list of strings, conversations or token ids")
+    return batch
+
+
+def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary: int) -> list[int]:
+    """One prompt as token ids: text and conversations through the tokenizer, ids as they are."""
+    _refuse_mapping(prompt)
+    prompt = plain(prompt)
+    is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or is_chat:
+        if tokenizer is None:
+            raise DepthDecayError("text prompts need a tokenizer; pass token ids, or Engine(model, tokenizer, plan)")
+        if isinstance(prompt, str) and not prompt.strip():
+            raise DepthDecayError("the prompt is empty; give at least one word")
+        if isinstance(prompt, str):
+            ids = prompt_ids(tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"))
+        else:
+            ids = chat_ids(tokenizer, prompt)
+    else:
+        ids = _whole_ids(prompt)
+    if not ids:
+        raise DepthDecayError("the prompt is empty; give at least one token")
+    bad = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if bad is not None:
+        raise DepthDecayError(f"token id {bad} is outside the model's vocabulary of {vocabulary}")
+    return ids
+
+
+def _whole_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, int):
+        raise DepthDecayError(
+            f"a prompt is a list of token ids, got {prompt}; wrap the ids of a prompt in a list of its own: [[1, 2, 3]]"
+        )
+    try:
+        ids = [plain(token) for token in prompt]
+    except TypeError:
+        raise DepthDecayError(
+            f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}"
+        ) from None
+    rows = [row for row in ids if isinstance(row, list | tuple)]
+    if rows and len(ids) == 1:  # a batch of one, as tokenizers return it
+        ids = list(rows[0])
+    elif rows:
+        raise DepthDecayError(f"one prompt has {len(ids)} rows of token ids; pass every row as a prompt of its own")
+    odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int)), None)
+    if odd is not None:
+        raise DepthDecayError(f"token ids are whole numbers, got {reprlib.repr(odd)}; text goes in as one string")
+    return [int(token) for token in ids]
+
+
+def _refuse_mapping(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        return
+    if "role" in given:
+        raise DepthDecayError("a message was given as a prompt; a prompt is a list of messages: [[{...}, {...}]]")
+    raise DepthDecayError(
+        f'a {type(given).__name__} is no prompt; pass its token ids, as in tokenizer("text")["input_ids"]'
+    )
+
+
+def plain(value: Any) -> Any:
+    """Tensors, arrays and numpy's numbers as Python's lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
