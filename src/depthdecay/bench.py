@@ -148,7 +148,7 @@ def run_bench(
     full = contenders.get("full")
     for contender in contenders.values():
         report.rows.append(_row(contender, costs, plan, report, full))
-    report.ratios = _ratios(report.rows)
+    report.ratios = _ratios(contenders)
     return report
 
 
@@ -260,24 +260,28 @@ def _row(contender: _Contender, costs: _Costs, plan: Plan, report: Report, full:
     row.layer_speedup = plan.num_layers * tokens / row.layers_executed
     row.cost_speedup = costs.per_step(full_plan) / bytes_read
     if full is not None and full.error is None and contender.method in ("full", "decay"):
-        # Rounds are interleaved, so neighbours in time are compared with each other.
-        pairs = zip(full.decode_seconds, contender.decode_seconds, strict=True)
-        row.wall_clock_speedup = statistics.median(a / b for a, b in pairs)
+        row.wall_clock_speedup = _times_as_fast(contender, full)
         row.realised = row.wall_clock_speedup / row.cost_speedup
     row.memory_gb = contender.memory / 1e9 if contender.memory else None
     row.setup_seconds = contender.setup_seconds
     return row
 
 
-def _ratios(rows: list[Row]) -> dict[str, float]:
+def _ratios(contenders: dict[str, _Contender]) -> dict[str, float]:
     """How many times as fast ours is as each of transformers' ways."""
-    times = {row.method: row.ms_per_token for row in rows if row.ms_per_token}
-    ratios = {}
-    for ours in ("full", "decay"):
-        for theirs in ("generate", "generate-static"):
-            if ours in times and theirs in times:
-                ratios[f"{ours} against {theirs}"] = times[theirs] / times[ours]  # type: ignore[operator]
-    return ratios
+    able = {method: contender for method, contender in contenders.items() if contender.error is None}
+    return {
+        f"{ours} against {theirs}": _times_as_fast(able[ours], able[theirs])
+        for ours in ("full", "decay")
+        for theirs in ("generate", "generate-static")
+        if ours in able and theirs in able
+    }
+
+
+def _times_as_fast(contender: _Contender, other: _Contender) -> float:
+    """By rounds: they are interleaved, so neighbours in time are compared with each other."""
+    pairs = zip(other.decode_seconds, contender.decode_seconds, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
 def copy_bandwidth(device: torch.device) -> float:
