@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ Forward = Callable[..., Any]
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 # Models that a whole block of the user's code has for itself.
 _CLAIMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MISSING = object()
 
 
 @dataclass
@@ -72,10 +72,14 @@ class Stack:
 
         Every layer keeps its place and index: mixed models choose mask and rotary embedding by it.
         """
-        with contextlib.ExitStack() as undo:
+        before = [layer.__dict__.get("forward", _MISSING) for layer in self.layers]
+        try:
             for index, layer in enumerate(self.layers):
-                undo.enter_context(patched(layer, "forward", self._route(index, layer, layer_pass)))
+                layer.__dict__["forward"] = Patch(self._route(index, layer, layer_pass), layer.forward)
             yield layer_pass
+        finally:
+            for layer, forward in zip(self.layers, before, strict=True):
+                _put_back(layer, "forward", forward)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -149,16 +153,19 @@ def unwrap(model: Any) -> PreTrainedModel:
 @contextlib.contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute on one object and afterwards leave its __dict__ exactly as it was."""
-    missing = object()
-    before = obj.__dict__.get(name, missing)
+    before = obj.__dict__.get(name, _MISSING)
     obj.__dict__[name] = value
     try:
         yield
     finally:
-        if before is missing:
-            obj.__dict__.pop(name, None)
-        else:
-            obj.__dict__[name] = before
+        _put_back(obj, name, before)
+
+
+def _put_back(obj: Any, name: str, before: Any) -> None:
+    if before is _MISSING:
+        obj.__dict__.pop(name, None)
+    else:
+        obj.__dict__[name] = before
 
 
 class Patch:
@@ -169,8 +176,7 @@ class Patch:
 
     def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
         self.function = function
-        self.__wrapped__ = original
-        self.__signature__ = inspect.signature(original)  # transformers reads what a forward accepts
+        self.__wrapped__ = original  # by which its signature is found: transformers reads what a forward accepts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
