@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from depthdecay import gguf_convert, models
 
 # Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine take minutes.
 torch.set_num_threads(1)
@@ -82,3 +87,36 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 PROMPTS = [[5, 17, 33, 8, 61, 12, 40, 3, 77, 21, 9], [44, 6, 90], [13, 28, 28, 55, 70, 31, 2 + 64]]
+
+
+# The embedded model, converted once a test run.
+
+
+@pytest.fixture(scope="session")
+def gguf_file() -> Path:
+    return models._embedded_file()
+
+
+@pytest.fixture(scope="session")
+def converted_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache that holds the embedded model, so that the slow conversion happens once a test run."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEPTHDECAY_CACHE", str(folder))
+        models.load(device="cpu")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cache(converted_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DEPTHDECAY_CACHE", str(converted_cache))
+    return converted_cache
+
+
+@pytest.fixture
+def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(*args: object) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(gguf_convert, "convert", convert)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +13,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 
-from depthdecay import gguf_cache, gguf_convert, models
+from depthdecay import gguf_convert, models
 from depthdecay.errors import DepthDecayError
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-
-
-@pytest.fixture(scope="session")
-def gguf_file() -> Path:
-    return models._embedded_file()
-
-
-@pytest.fixture(scope="session")
-def converted_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache that holds the embedded model, so that the slow conversion happens once a test run."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEPTHDECAY_CACHE", str(folder))
-        models.load(device="cpu")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def cache(converted_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DEPTHDECAY_CACHE", str(converted_cache))
-    return converted_cache
-
-
-@pytest.fixture
-def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(*args: object) -> None:
-        raise AssertionError("converted again")
-
-    monkeypatch.setattr(gguf_convert, "convert", convert)
 
 
 @pytest.fixture
@@ -73,11 +41,6 @@ def refusal(given: object, **options: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def conversion(cache: Path) -> Path:
-    [folder] = (cache / "gguf").iterdir()
-    return folder
 
 
 # Folders
@@ -311,135 +274,6 @@ def test_cached_weights_equal_the_file(gguf_file: Path) -> None:
     tokens = torch.tensor([[1, 9690, 198, 2683, 359, 253, 5356]])
     with torch.no_grad():
         assert torch.equal(models.load(device="cpu").model(tokens).logits, direct(tokens).logits)
-
-
-@pytest.mark.usefixtures("no_conversion")
-def test_copy_of_a_file_is_not_converted_again(tmp_path: Path, cache: Path, gguf_file: Path) -> None:
-    assert gguf_cache.converted(gguf_file, torch.float32, pytest.fail) == (conversion(cache), False)
-    # Known by its content: neither the name nor the ending matters.
-    shutil.copyfile(gguf_file, tmp_path / "renamed")
-    loaded = models.load(str(tmp_path / "renamed"), device="cpu", progress=pytest.fail)
-    assert (loaded.source, loaded.model.dtype) == ("gguf", torch.float32)
-
-
-@pytest.fixture
-def fake_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> list[str]:
-    """Conversions write a tiny model within milliseconds, and are counted."""
-    count: list[str] = []
-
-    def convert(path: Path, reader: object, folder: Path, dtype: torch.dtype) -> None:
-        count.append(path.name)
-        save_llama(folder)
-
-    monkeypatch.setattr(gguf_convert, "convert", convert)
-    monkeypatch.setattr(gguf_convert, "read_checked", lambda path: type("Reader", (), {"tensors": []}))
-    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
-    return count
-
-
-def _cut_weights(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 3000)
-
-
-def _garble_weights(folder: Path) -> None:
-    size = (folder / "model.safetensors").stat().st_size
-    (folder / "model.safetensors").write_bytes(b"\xff" * size)
-
-
-def _garble_config(folder: Path) -> None:
-    size = (folder / "config.json").stat().st_size
-    (folder / "config.json").write_bytes(b"{" * size)
-
-
-def _remove_manifest(folder: Path) -> None:
-    (folder / "depthdecay.json").unlink()
-
-
-def _garble_manifest(folder: Path) -> None:
-    (folder / "depthdecay.json").write_text("[]")
-
-
-def _remove_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    "damage", [_cut_weights, _garble_weights, _garble_config, _remove_manifest, _garble_manifest, _remove_weights]
-)
-def test_broken_cache_is_rebuilt(tmp_path: Path, fake_conversion: list[str], damage: Any) -> None:
-    models.load(device="cpu")
-    models.load(device="cpu")
-    assert len(fake_conversion) == 1
-    damage(conversion(tmp_path / "cache"))
-    models.load(device="cpu")
-    assert len(fake_conversion) == 2
-    models.load(device="cpu")
-    assert len(fake_conversion) == 2
-    assert conversion(tmp_path / "cache")  # nothing is left beside it
-
-
-def test_each_dtype_has_its_own_copy(tmp_path: Path, fake_conversion: list[str]) -> None:
-    models.load(device="cpu", dtype="bf16")
-    models.load(device="cpu")
-    models.load(device="cpu", dtype="bf16")
-    assert len(fake_conversion) == 2
-
-
-def test_interrupted_conversion_leaves_nothing(
-    tmp_path: Path, fake_conversion: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(path: Path, reader: object, folder: Path, dtype: torch.dtype) -> None:
-        save_llama(folder)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf_convert, "convert", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            models.load(device="cpu")
-    assert not any((tmp_path / "cache" / "gguf").iterdir())
-    models.load(device="cpu")
-    assert len(fake_conversion) == 1
-
-
-def test_two_conversions_at_once(tmp_path: Path, fake_conversion: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2)
-    convert = gguf_convert.convert
-
-    def together(*args: Any) -> None:
-        both.wait(timeout=30)
-        convert(*args)
-
-    monkeypatch.setattr(gguf_convert, "convert", together)
-    found: list[tuple[Path, bool]] = []
-
-    def work() -> None:
-        found.append(gguf_cache.converted(models._embedded_file(), torch.float32, lambda line: None))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(fake_conversion) == 2
-    assert found == [(conversion(tmp_path / "cache"), True)] * 2
-    assert gguf_cache.is_complete(found[0][0])
-
-
-@pytest.mark.usefixtures("fake_conversion")
-def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "file"))
-    assert "DEPTHDECAY_CACHE" in refusal(models.EMBEDDED_MODEL)
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEPTHDECAY_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert gguf_cache.cache_folder() == Path("/a")
-    monkeypatch.delenv("DEPTHDECAY_CACHE")
-    assert gguf_cache.cache_folder() == Path("/b/depthdecay")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert gguf_cache.cache_folder() == Path.home() / ".cache" / "depthdecay"
 
 
 # Prompts
