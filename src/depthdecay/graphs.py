@@ -69,6 +69,7 @@ class GraphDecoder(EagerDecoder):
         self.compiled = compiled
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.pool: Any = None
+        self.side_stream: torch.cuda.Stream | None = None
         self.is_compared = False  # compiled layers have been held against the plain ones
         self.position: torch.Tensor | None = None
 
@@ -135,7 +136,9 @@ class GraphDecoder(EagerDecoder):
     def _capture(self, depth: int, bucket: int) -> _Graph:
         self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
         graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace for every stream
+        side = self.side_stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self._decoding_layout(bucket):
             self._warm_up(bucket)
