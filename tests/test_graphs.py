@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from test_engine import ORDERS, plan_with
 import depthdecay as dd
 from depthdecay import gemv, graphs
 from depthdecay.cache import bucket_for
+from depthdecay.errors import DepthDecayError
+from depthdecay.request import prepare_request
 
 
 class Replay:
@@ -63,6 +66,30 @@ def test_buckets_and_device_clock_give_the_same_text(
     assert [r.token_ids for r in again] == [tokens[:20] for tokens, _ in expected]
     single = engine.generate(PROMPTS[:1], max_new_tokens=24)
     assert single[0].token_ids == expected[0][0]
+
+
+def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    engine.generate(PROMPTS, max_new_tokens=12)
+    kept = engine._kept
+    even = [prompt[:3] for prompt in PROMPTS]
+    results = engine.generate(even, max_new_tokens=12)
+    assert engine._kept is kept
+    assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 12)[0] for prompt in even]
+
+
+def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    stream = engine._decode(prepare_request(engine, PROMPTS[:1], 8, {}), [dd.Result(mode="decay")])
+    next(stream)
+    with warnings.catch_warnings(), dd.applied(model, plan):
+        warnings.simplefilter("error")  # a refusal is no failed capture
+        with pytest.raises(DepthDecayError, match="applied"):
+            next(stream)
+    assert engine._kept is not None
+    assert engine._kept.decoder.feeds_itself
 
 
 def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatch) -> None:

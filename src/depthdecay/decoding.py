@@ -74,6 +74,7 @@ class EagerDecoder:
     def prefill(self, prompt: Prompt) -> int:
         self.cache.clock.filled = 0
         self.cache.on_device(None)
+        self.padding = None
         if prompt.mask is not None:
             later = prompt.mask.new_ones((prompt.mask.shape[0], self.new_tokens))
             self.padding = torch.cat([prompt.mask, later], dim=1)

@@ -74,7 +74,6 @@ class GraphDecoder(EagerDecoder):
         self.position: torch.Tensor | None = None
 
     def prefill(self, prompt: Prompt) -> int:
-        self.layer_pass.run_layer = None
         executed = super().prefill(prompt)
         if self.position is None:
             # Tensors that graphs have captured must stay where they are, so they are made once and then refilled.
@@ -109,7 +108,8 @@ class GraphDecoder(EagerDecoder):
             return None
         key = self.plan.depth(index), bucket_for(self.cache.clock.filled + 1)
         if key not in self.graphs:
-            graph = self._capture_or_explain(*key)
+            with self.stack.exclusive():
+                graph = self._capture_or_explain(*key)
             if graph is None:
                 self.feeds_itself = False
                 self.position_ids = self.static_position_ids - 1  # eager steps count on from here
@@ -120,8 +120,7 @@ class GraphDecoder(EagerDecoder):
     def _capture_or_explain(self, depth: int, bucket: int) -> _Graph | None:
         tokens = self.static_tokens.clone()
         try:
-            with self.stack.exclusive():
-                return self._capture(depth, bucket)
+            return self._capture(depth, bucket)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             if self.compiled is None:
