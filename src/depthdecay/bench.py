@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .engine import Engine
-from .errors import DepthDecayError
+from .errors import DepthDecayError, one_line
 from .plan import Plan
 from .stack import Stack
 
@@ -125,7 +125,7 @@ def run_bench(
     device = stack.model.device
     vocabulary = stack.model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, vocabulary, (batch, prompt_tokens), generator=generator)
+    prompts = torch.randint(3, vocabulary, (batch, prompt_tokens), generator=generator).to(device)
     settings: dict[str, Any] = {
         "new_tokens": new_tokens,
         "prompt_tokens": prompt_tokens,
@@ -161,8 +161,8 @@ class _Contender:
         self.method = method
         self.model = model
         self.new_tokens = new_tokens
-        self.device = prompts.device if model is None else Stack.of(model).model.device
-        self.prompts = prompts.to(self.device)
+        self.device = prompts.device
+        self.prompts = prompts
         self.engine: Engine | None = None
         if method in ("full", "decay"):
             on_cuda = self.device.type == "cuda"
@@ -188,7 +188,7 @@ class _Contender:
         try:
             seconds = self._ours() if self.engine is not None else self._transformers()
         except Exception as error:
-            self.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.error = one_line(f"{type(error).__name__}: {error}", limit=300)
             return
         if self.device.type == "cuda":
             self.memory = max(self.memory, torch.cuda.max_memory_allocated())

@@ -11,3 +11,9 @@ class PlanMismatchError(DepthDecayError):
 
 class UnsupportedModelError(DepthDecayError):
     """The model has a shape that depth decay cannot run correctly, so it is refused."""
+
+
+def one_line(error: object, limit: int = 200) -> str:
+    """A library's message as part of a sentence."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

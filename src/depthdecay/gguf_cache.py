@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthdecay import gguf_convert
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +153,6 @@ def _writing(root: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise DepthDecayError(
-            f"cannot write the converted model into {root} ({gguf_convert.one_line(error)}); "
+            f"cannot write the converted model into {root} ({one_line(error)}); "
             f"set DEPTHDECAY_CACHE to a folder that can be written"
         ) from error

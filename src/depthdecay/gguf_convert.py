@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -152,12 +152,6 @@ def end_of_turn(tokenizer: Any, marked: dict[str, int]) -> int | None:
     behind = behind.lstrip()
     endings = [token for token in marked if token and behind.startswith(token)]
     return marked[max(endings, key=len)] if found and endings else None
-
-
-def one_line(error: object, limit: int = 200) -> str:
-    """A library's message as part of a sentence."""
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _metadata(reader: Any, key: str, default: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from .cache import OneLayer, PlannedCache, bucket_for
 from .decoding import EagerDecoder, Prompt
+from .errors import one_line
 from .plan import Plan
 from .stack import Stack, replaced
 
@@ -122,7 +123,7 @@ class GraphDecoder(EagerDecoder):
         try:
             return self._capture(depth, bucket)
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)
             if self.compiled is None:
                 warnings.warn(f"this model cannot run as CUDA graphs and runs eagerly: {reason}", stacklevel=2)
                 return None

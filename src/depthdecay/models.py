@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from depthdecay import gguf_cache, gguf_convert
 from depthdecay.devices import choose_device, choose_dtype
-from depthdecay.errors import DepthDecayError, UnsupportedModelError
-from depthdecay.gguf_convert import one_line
+from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteriaList
 
-from .errors import DepthDecayError
-from .gguf_convert import one_line
+from .errors import DepthDecayError, one_line
 from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
 

@@ -94,8 +94,7 @@ class Conversation:
     def answer(self, turn: str) -> None:
         """Print an answer and keep both; a turn that is refused, or stopped before a word, leaves no trace."""
         messages = [*self.messages, {"role": "user", "content": turn}]
-        self._require_room(messages)
-        stream = self.engine.stream(messages, **self.settings)
+        stream = self.engine.stream(self._ids_within_context(messages), **self.settings)
         shallowest = opt.shallowest_depth(self.engine, self.settings["max_new_tokens"])
         heard: list[str] = []
         try:
@@ -106,15 +105,16 @@ class Conversation:
             if heard:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(heard)}]
 
-    def _require_room(self, messages: list[dict[str, str]]) -> None:
+    def _ids_within_context(self, messages: list[dict[str, str]]) -> list[int]:
         from depthdecay.models import chat_ids
 
         limit = self.engine.stack.context_limit()
-        length = len(chat_ids(self.engine.tokenizer, messages))
-        if limit is not None and length >= limit:
+        ids = chat_ids(self.engine.tokenizer, messages)
+        if limit is not None and len(ids) >= limit:
             raise DepthDecayError(
-                f"the conversation has {length} tokens, but the model's context holds {limit}; /reset starts anew"
+                f"the conversation has {len(ids)} tokens, but the model's context holds {limit}; /reset starts anew"
             )
+        return ids
 
 
 def talk(conversation: Conversation, *, interactive: bool) -> None:
