@@ -16,6 +16,7 @@ from transformers.generation import GenerationMode
 from .errors import DepthDecayError
 from .plan import Plan
 from .plan_check import check_plan
+from .repairs import Repairs, repairs_for
 from .stack import LayerPass, Stack, patched, replaced, require_eval
 
 # Caches that hold tokens without keys and values in every layer. Weak: none is kept alive.
@@ -52,7 +53,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
     require_eval(lm)
     check_plan(plan, lm, allow_other_weights=allow_other_weights)
     account = Applied(plan)
-    driver = _Driver(stack, plan, account)
+    driver = _Driver(stack, plan, account, repairs_for(stack, plan))
     with stack.claimed(), stack.routed(driver.layer_pass), contextlib.ExitStack() as undo:
         # The outer model too, where it is another: it may build masks before it calls the one that loops over layers.
         for module in {id(module): module for module in (lm, stack.owner)}.values():
@@ -88,10 +89,11 @@ class _PerThread(threading.local):
 class _Driver:
     """Decides the depth of every pass of one model: prompts at full depth, then by token index."""
 
-    def __init__(self, stack: Stack, plan: Plan, account: Applied) -> None:
+    def __init__(self, stack: Stack, plan: Plan, account: Applied, repairs: Repairs) -> None:
         self.stack = stack
         self.plan = plan
         self.account = account
+        self.repairs = repairs
         self.layer_pass = LayerPass()
         self.lock = threading.RLock()  # passes of several threads take turns
         self.thread = _PerThread()
@@ -168,12 +170,13 @@ class _Driver:
         index = self._next_token_index(cache, _query_length(given))
         depth = self.plan.depth(index)
         dropped = frozenset(self.plan.dropped(depth))
-        self.layer_pass.dropped, self.layer_pass.layers_executed = dropped, 0
+        self.layer_pass.dropped, self.layer_pass.repairs = dropped, self.repairs.at(depth)
+        self.layer_pass.layers_executed = 0
         try:
             with _lengths_from_live_layers(cache, dropped):
                 output = forward(*args, **kwargs)
         finally:
-            self.layer_pass.dropped = frozenset()
+            self.layer_pass.dropped, self.layer_pass.repairs = frozenset(), {}
         if cache is None:
             # The model made its own cache for a prompt given without one; the next call will bring it back.
             cache = getattr(output, "past_key_values", None)

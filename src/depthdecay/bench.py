@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .budget import Costs
 from .engine import Engine
 from .errors import DepthDecayError, one_line
 from .plan import Plan
@@ -133,8 +134,8 @@ def run_bench(
         "rounds": rounds,
     }
     settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
-    costs = _Costs(stack, new_tokens)
-    report = Report(name, settings, copy_bandwidth(device), (sum(costs.layers) + costs.head) / 1e9)
+    costs = Costs(stack, plan)
+    report = Report(name, settings, copy_bandwidth(device), costs.full() / 1e9)
     with _never_ending(stack.model):
         contenders = {}
         for method in methods:
@@ -227,21 +228,7 @@ class _Contender:
         return time.perf_counter() - started
 
 
-class _Costs:
-    """Bytes of weights that decoding steps read. T_0 comes with the prompt, so it is no decoding step."""
-
-    def __init__(self, stack: Stack, new_tokens: int) -> None:
-        self.layers = stack.layer_bytes()
-        self.head = stack.head_bytes()
-        self.new_tokens = new_tokens
-
-    def per_step(self, plan: Plan) -> float:
-        steps = range(1, self.new_tokens)
-        total = sum(sum(self.layers[layer] for layer in plan.layers(plan.depth(i))) + self.head for i in steps)
-        return total / len(steps)
-
-
-def _row(contender: _Contender, costs: _Costs, plan: Plan, report: Report, full: _Contender | None) -> Row:
+def _row(contender: _Contender, costs: Costs, plan: Plan, report: Report, full: _Contender | None) -> Row:
     row = Row(contender.method, _TITLES[contender.method], error=contender.error)
     if contender.error is not None:
         return row
@@ -252,13 +239,13 @@ def _row(contender: _Contender, costs: _Costs, plan: Plan, report: Report, full:
     row.ms_per_token = statistics.median(times)
     row.ms_min, row.ms_max = min(times), max(times)
     row.tokens_per_second = batch * 1000 / row.ms_per_token
-    bytes_read = costs.per_step(own_plan)
+    bytes_read = costs.per_step(own_plan, report.settings["new_tokens"])
     row.gb_per_second = bytes_read / row.ms_per_token / 1e6
     row.bandwidth_share = row.gb_per_second / report.copy_gb_per_second
     tokens = report.settings["new_tokens"]
     row.layers_executed = contender.layers_executed or plan.num_layers * tokens
     row.layer_speedup = plan.num_layers * tokens / row.layers_executed
-    row.cost_speedup = costs.per_step(full_plan) / bytes_read
+    row.cost_speedup = costs.full() / bytes_read
     if full is not None and full.error is None and contender.method in ("full", "decay"):
         row.wall_clock_speedup = _times_as_fast(contender, full)
         row.realised = row.wall_clock_speedup / row.cost_speedup

@@ -10,6 +10,7 @@ import torch
 
 from .cache import PlannedCache, bucket_for
 from .plan import Plan
+from .repairs import Repairs
 from .stack import LayerPass, Stack
 
 
@@ -62,9 +63,12 @@ class EagerDecoder:
 
     feeds_itself = False
 
-    def __init__(self, stack: Stack, plan: Plan, cache: PlannedCache, new_tokens: int) -> None:
+    def __init__(
+        self, stack: Stack, plan: Plan, cache: PlannedCache, new_tokens: int, repairs: Repairs | None = None
+    ) -> None:
         self.stack = stack
         self.plan = plan
+        self.repairs = Repairs() if repairs is None else repairs
         self.cache = cache
         self.new_tokens = new_tokens
         self.layer_pass = LayerPass()
@@ -80,17 +84,22 @@ class EagerDecoder:
             self.padding = torch.cat([prompt.mask, later], dim=1)
         self.position_ids = prompt.position_ids[:, -1:].clone()
         self.tokens = prompt.ids[:, -1:].clone()
-        return self._run(prompt.ids, prompt.position_ids, dropped=frozenset())
+        return self._run(prompt.ids, prompt.position_ids, self.plan.num_layers)
 
     def step(self, index: int) -> int:
         self.position_ids += 1
-        dropped = frozenset(self.plan.dropped(self.plan.depth(index)))
-        return self._run(self.tokens, self.position_ids, dropped)
+        return self._run(self.tokens, self.position_ids, self.plan.depth(index))
 
-    def _run(self, ids: torch.Tensor, position_ids: torch.Tensor, dropped: frozenset[int]) -> int:
+    def go_to(self, depth: int) -> None:
+        """The next pass runs at this depth."""
+        self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
+        self.layer_pass.repairs = self.repairs.at(depth)
+        self.layer_pass.layers_executed = 0
+
+    def _run(self, ids: torch.Tensor, position_ids: torch.Tensor, depth: int) -> int:
         filled = self.cache.clock.filled + ids.shape[1]
         padding = None if self.padding is None else self.padding[:, :filled]
-        self.layer_pass.dropped, self.layer_pass.layers_executed = dropped, 0
+        self.go_to(depth)
         self.logits = self.run_model(ids, position_ids, padding)
         self.cache.clock.filled = filled
         return self.layer_pass.layers_executed

@@ -19,6 +19,7 @@ from .graphs import CompiledLayers, GraphDecoder
 from .mailbox import Mailbox
 from .plan import Plan
 from .plan_check import check_plan
+from .repairs import Repairs, repairs_for
 from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
 from .stack import Stack, primary_device, require_eval
@@ -138,6 +139,7 @@ class Engine:
         compile: bool = False,
         graphs: bool | None = None,
         allow_other_weights: bool = False,
+        repairs: Repairs | None = None,
     ) -> None:
         self.stack = Stack.of(model)
         require_eval(self.stack.model)
@@ -146,6 +148,7 @@ class Engine:
         self.plan = plan
         if plan is not None:
             check_plan(plan, self.stack.model, allow_other_weights=allow_other_weights)
+        self.repairs = repairs_for(self.stack, plan, repairs)
         self.device = primary_device(self.stack.model)
         self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
         if self.uses_graphs and self.device.type != "cuda":
@@ -279,7 +282,7 @@ class Engine:
         windows = self.stack.windows
         if not self.uses_graphs:
             cache = PlannedCache(rooms(plan, prompt.length, new_tokens, in_buckets=False), windows)
-            yield EagerDecoder(self.stack, plan, cache, new_tokens)
+            yield EagerDecoder(self.stack, plan, cache, new_tokens, self.repairs)
             return
         with self._lock:
             kept = self._kept
@@ -288,7 +291,7 @@ class Engine:
                     self._kept = None  # its memory is free before the next one takes more
                 capacity = bucket_for(prompt.length)
                 cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
-                decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled)
+                decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled, self.repairs)
                 kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)
                 self._kept = self._kept or kept
             kept.is_busy = True

@@ -14,6 +14,7 @@ from .cache import OneLayer, PlannedCache, bucket_for
 from .decoding import EagerDecoder, Prompt
 from .errors import one_line
 from .plan import Plan
+from .repairs import Repairs, repaired
 from .stack import Stack, replaced
 
 
@@ -36,6 +37,13 @@ class CompiledLayers:
     """One torch.compile per kind of layer, shared by all layers of the kind: weights and cache are inputs."""
 
     kinds: dict[tuple[type, int | None], Any] = field(default_factory=dict)
+    _repaired: Any = None
+
+    def repair(self, repair: Any) -> Any:
+        """A repair map as one compiled function that all maps share."""
+        if self._repaired is None:
+            self._repaired = torch.compile(repaired, options=inductor_options())
+        return lambda hidden: self._repaired(hidden, *repair.parts)
 
     def runner(self, stack: Stack, cache: PlannedCache) -> Any:
         views = [OneLayer(layer) for layer in cache.planned]
@@ -64,9 +72,15 @@ class GraphDecoder(EagerDecoder):
     feeds_itself = True
 
     def __init__(
-        self, stack: Stack, plan: Plan, cache: PlannedCache, new_tokens: int, compiled: CompiledLayers | None
+        self,
+        stack: Stack,
+        plan: Plan,
+        cache: PlannedCache,
+        new_tokens: int,
+        compiled: CompiledLayers | None,
+        repairs: Repairs | None = None,
     ) -> None:
-        super().__init__(stack, plan, cache, new_tokens)
+        super().__init__(stack, plan, cache, new_tokens, repairs)
         self.compiled = compiled
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.pool: Any = None
@@ -134,7 +148,7 @@ class GraphDecoder(EagerDecoder):
             self.static_tokens.copy_(tokens)
 
     def _capture(self, depth: int, bucket: int) -> _Graph:
-        self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
+        self.go_to(depth)
         graph = torch.cuda.CUDAGraph()
         if self.side_stream is None:
             self.side_stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace for every stream
@@ -221,8 +235,11 @@ class GraphDecoder(EagerDecoder):
                         undo.enter_context(replaced(module, "layer_idx", 0))
             # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
             undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            plain = self.layer_pass.repairs
             self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
+            self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
             try:
                 yield
             finally:
                 self.layer_pass.run_layer = None
+                self.layer_pass.repairs = plain

@@ -105,6 +105,17 @@ class Ladder:
         return cls(len(values), tuple(sorted(flex, key=lambda layer: (values[layer], layer))))
 
 
+def runs_of(layers: Iterable[int]) -> list[tuple[int, int]]:
+    """Neighbouring layers as (first, behind the last), in the model's order."""
+    runs: list[tuple[int, int]] = []
+    for layer in sorted(layers):
+        if runs and runs[-1][1] == layer:
+            runs[-1] = runs[-1][0], layer + 1
+        else:
+            runs.append((layer, layer + 1))
+    return runs
+
+
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)

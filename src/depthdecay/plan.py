@@ -43,6 +43,7 @@ class Plan:
     model: ModelIdentity | None = None
     repairs: str | None = None
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
+    folder: Path | None = field(default=None, compare=False, repr=False)  # where a loaded plan's repairs lie
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or not self.rule:
@@ -265,7 +266,7 @@ class Plan:
         """Read a .json file, a folder that holds plan.json, or a Hugging Face repository id."""
         file, values = read_plan_file(os.fspath(path))
         try:
-            return cls.from_dict(values)
+            return replace(cls.from_dict(values), folder=file.parent)
         except DepthDecayError as error:
             raise DepthDecayError(f"{file} is not a usable plan: {error}") from None
 

@@ -22,5 +22,3 @@ def check_plan(plan: Plan, model: Any, *, allow_other_weights: bool = False) -> 
         warning = plan.check_model(identity(model), allow_other_weights=allow_other_weights)
         if warning:
             warnings.warn(warning, stacklevel=3)
-    if plan.repairs is not None:
-        raise DepthDecayError("this plan has repair maps, which this version cannot run; use a plan without them")

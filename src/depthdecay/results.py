@@ -60,6 +60,8 @@ def require_writable(path: str | Path) -> Path:
             target.parent.mkdir(exist_ok=True)
         if not target.parent.is_dir():
             raise DepthDecayError(f"cannot write {path}: there is no folder '{target.parent}'; {hint}")
+    except DepthDecayError:
+        raise
     except OSError as error:
         raise DepthDecayError(f"cannot write {path}: {error.strerror}; {hint}") from error
     except ValueError:  # a NUL byte, for one

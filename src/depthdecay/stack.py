@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import DepthDecayError, UnsupportedModelError
@@ -30,9 +31,21 @@ class LayerPass:
     """One pass through the stack: which layers it leaves out, and how many ran (counted here, never estimated)."""
 
     dropped: frozenset[int] = frozenset()
+    # What runs in the place of dropped layers, by the first of each run of them.
+    repairs: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     layers_executed: int = 0
     # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(silu(gate x) * up x), where x is the normalised state times the norm's weight."""
+
+    gate: torch.Tensor  # (neurons, hidden)
+    up: torch.Tensor  # (neurons, hidden)
+    down: torch.Tensor  # (hidden, neurons)
+    norm: torch.Tensor
 
 
 @dataclass
@@ -111,9 +124,9 @@ class Stack:
         def routed_forward(*args: Any, **kwargs: Any) -> Any:
             if index in layer_pass.dropped:
                 hidden = args[0] if args else kwargs["hidden_states"]
-                # A layer's kind of answer is known: the prompt has run it before it is ever dropped.
-                length = self._tuple_lengths.get(index, 0)
-                return (hidden,) + (None,) * (length - 1) if length else hidden
+                if index in layer_pass.repairs:
+                    hidden = layer_pass.repairs[index](hidden)
+                return self.answer(index, hidden)
             layer_pass.layers_executed += 1
             if layer_pass.run_layer is None:
                 output = forward(*args, **kwargs)
@@ -124,6 +137,28 @@ class Stack:
             return output
 
         return routed_forward
+
+    def answer(self, index: int, hidden: torch.Tensor) -> Any:
+        """A state as this layer would return it: some layers return tuples, which shows when they first run."""
+        length = self._tuple_lengths.get(index, 0)
+        return (hidden,) + (None,) * (length - 1) if length else hidden
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    def gated_mlp(self, index: int) -> GatedMLP | None:
+        """The layer's gated MLP, where it is built as in Llama and its kin; None for any other kind."""
+        layer = self.layers[index]
+        mlp, norm = getattr(layer, "mlp", None), getattr(layer, "post_attention_layernorm", None)
+        parts: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+        is_silu = isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
+        plain = type(norm).__name__.endswith("RMSNorm") and not hasattr(layer, "pre_feedforward_layernorm")
+        known = all(type(part) is nn.Linear and part.bias is None for part in parts)
+        if norm is None or not (is_silu and plain and known):
+            return None
+        gate, up, down = (part.weight for part in parts)
+        return GatedMLP(gate, up, down, norm.weight)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of weights that one token reads in each layer (of a mixture's experts, those that it is routed to)."""

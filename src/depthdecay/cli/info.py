@@ -97,13 +97,10 @@ def default_ladder(num_layers: int) -> dict[str, Any] | None:
 
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
+    from depthdecay.budget import cost_speedup
     from depthdecay.decoding import rooms
     from depthdecay.engine import Engine as PlainEngine
 
-    layer_bytes, head_bytes = engine.stack.layer_bytes(), engine.stack.head_bytes()
-    runs = [plan.last_token_of_layer(layer, tokens) for layer in range(plan.num_layers)]
-    read = sum(size * run for size, run in zip(layer_bytes, runs, strict=True)) + head_bytes * tokens
-    full = (sum(layer_bytes) + head_bytes) * tokens
     # One token of prompt and one of answer fill one position: its bytes are counted, not computed from a config.
     position_bytes = PlainEngine(engine.stack.model, graphs=False).generate([[0]], 1)[0].cache_bytes
     planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)
@@ -118,7 +115,7 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
         ],
         "average_depth": plan.layers_executed(tokens) / tokens,
         "layer_speedup": plan.layer_speedup(tokens),
-        "cost_speedup": full / read,
+        "cost_speedup": cost_speedup(plan, engine.stack, tokens),
         "cache_bytes_full": position_bytes * max(planned),
         "cache_bytes_saved": position_bytes * max(planned) - position_bytes * sum(planned) // plan.num_layers,
     }

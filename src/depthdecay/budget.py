@@ -1,0 +1,106 @@
+"""What a plan costs: bytes of weights read per decoding step, repair maps and the output matrix counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+from .errors import DepthDecayError
+from .plan import Plan
+from .plan_file import PLAN_FILE
+from .repairs import Repairs
+from .schedule import Number, PowerSchedule, exact_decimal, solve_alpha
+from .stack import Stack
+
+
+class Costs:
+    """Bytes that one decoding step reads at each depth of a plan's ladder. T_0 comes with the prompt and is no step."""
+
+    def __init__(self, stack: Stack, plan: Plan, repairs: Repairs | None = None) -> None:
+        self.stack = stack
+        self.layers = stack.layer_bytes()
+        self.head = stack.head_bytes()
+        self.plan = plan
+        found = Repairs.of_plan(plan) if repairs is None else repairs
+        self.repairs = Repairs() if found is None else found
+        self.item = next(stack.layers[0].parameters()).element_size()
+
+    def at(self, depth: int) -> int:
+        """Bytes of one step at this depth."""
+        layers = sum(self.layers[layer] for layer in self.plan.layers(depth))
+        return layers + self.repairs.parameters(depth) * self.item + self.head
+
+    def per_step(self, plan: Plan, tokens: int) -> float:
+        """The mean over the steps that produce T_1 to T_(tokens-1)."""
+        depths = plan.depths(max(tokens, 2))[1:]
+        return sum(self.at(depth) for depth in depths) / len(depths)
+
+    def full(self) -> int:
+        return sum(self.layers) + self.head
+
+    def in_layers(self, depth: int) -> Fraction:
+        """A step's layers and repair maps, in layers of mean size."""
+        return Fraction(self.at(depth) - self.head) * len(self.layers) / sum(self.layers)
+
+
+def cost_speedup(plan: Plan, stack: Stack, tokens: int, repairs: Repairs | None = None) -> float:
+    """Bytes at full depth over bytes read, for a text of so many tokens: the ideal that a wall-clock can reach."""
+    costs = Costs(stack, plan, repairs)
+    return costs.full() / costs.per_step(plan, tokens)
+
+
+def stored_plan(plan: Plan, speedup: float) -> Plan:
+    """The plan that was calibrated for this speed-up and lies beside the given one, else the given one."""
+    if plan.folder is None:
+        return plan
+    beside = plan.folder / f"speedup-{speedup:g}"
+    return Plan.load(beside) if (beside / PLAN_FILE).is_file() else plan
+
+
+def plan_at_speedup(
+    plan: Plan, stack: Stack, speedup: Number, over_tokens: int, repairs: Repairs | None = None, warmup_tokens: int = 0
+) -> Plan:
+    """The plan's ladder and repairs with another schedule: the slowest decay that reaches this layer speed-up.
+
+    Repair maps count as the layers that they weigh, so a repaired plan executes fewer layers than a plain one.
+    """
+    costs = Costs(stack, plan, repairs)
+    lowest = max(1, plan.ladder.min_layers)
+    wanted = Fraction(exact_decimal("speed-up", speedup))
+    full = plan.num_layers * over_tokens
+
+    def made(asked: Fraction) -> Plan:
+        number = Decimal(asked.numerator) / Decimal(asked.denominator)
+        alpha = solve_alpha(plan.num_layers, round(number, 6), over_tokens, warmup_tokens, lowest)
+        return replace(
+            plan, schedule=PowerSchedule(plan.num_layers, alpha, warmup_tokens, lowest, over_tokens), rule="decay"
+        )
+
+    def reached(candidate: Plan) -> Fraction:
+        table = candidate.depths(over_tokens)
+        return Fraction(full) / sum(costs.in_layers(depth) for depth in table)
+
+    candidate = made(wanted)
+    if reached(candidate) >= wanted:
+        return candidate
+    # Maps cost something, so a little more decay is asked for until the sum fits.
+    low, high = wanted, wanted
+    for _ in range(12):
+        high = high * Fraction(51, 50)
+        try:
+            candidate = made(high)
+        except DepthDecayError:
+            raise DepthDecayError(
+                f"a speed-up of {float(wanted):g} over {over_tokens} tokens cannot be reached with this plan's ladder, "
+                f"which goes down to {lowest} layers and whose repairs cost something too"
+            ) from None
+        if reached(candidate) >= wanted:
+            break
+    for _ in range(10):
+        middle = (low + high) / 2
+        if reached(made(middle)) >= wanted:
+            high = middle
+        else:
+            low = middle
+    return made(high)

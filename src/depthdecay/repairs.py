@@ -1,0 +1,203 @@
+"""Repair maps: what runs in the place of dropped layers, one low-rank linear map for each run of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .errors import DepthDecayError, PlanMismatchError, one_line
+from .ladder import runs_of
+from .plan import Plan
+from .stack import Stack
+
+REPAIRS_FILE = "repairs.safetensors"
+_FORMAT = "depthdecay-repairs"
+_VERSION = "1"
+_PARTS = ("down", "up", "bias", "gate", "lift", "out")
+_LONGEST_TEXT = 2**24
+
+
+def repaired(
+    hidden: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    bias: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    lift: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The state behind a run of dropped layers, guessed from the state before it.
+
+    A low-rank linear map of the normalised state; and, where neurons were kept, a few of the dropped layers' own.
+    """
+    scale = hidden.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+    normal = (hidden * scale).to(down.dtype)
+    guess = functional.linear(functional.linear(normal, down), up) + bias
+    if gate is not None and lift is not None and out is not None:
+        neurons = functional.silu(functional.linear(normal, gate)) * functional.linear(normal, lift)
+        guess = guess + functional.linear(neurons, out)
+    return hidden + guess
+
+
+@dataclass(frozen=True, eq=False)
+class Repair:
+    """The map in the place of layers start to end (exclusive)."""
+
+    start: int
+    end: int
+    down: torch.Tensor  # (rank, hidden)
+    up: torch.Tensor  # (hidden, rank)
+    bias: torch.Tensor  # (hidden)
+    gate: torch.Tensor | None = None  # (neurons, hidden)
+    lift: torch.Tensor | None = None  # (neurons, hidden)
+    out: torch.Tensor | None = None  # (hidden, neurons)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """What `repaired` takes behind the state."""
+        parts = (self.down, self.up, self.bias, self.gate, self.lift, self.out)
+        return tuple(part for part in parts if part is not None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return repaired(hidden, *self.parts)
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def neurons(self) -> int:
+        return 0 if self.gate is None else self.gate.shape[0]
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel() for part in self.parts)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Repair:
+        return Repair(self.start, self.end, *(part.to(device=device, dtype=dtype) for part in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Repairs:
+    """The maps of every repaired depth. Depths may share a map where the layers before it are the same."""
+
+    at_depth: Mapping[int, tuple[Repair, ...]] = field(default_factory=dict)
+
+    def at(self, depth: int) -> dict[int, Repair]:
+        """The maps of one depth, by the layer in whose place each runs."""
+        return {repair.start: repair for repair in self.at_depth.get(depth, ())}
+
+    def parameters(self, depth: int) -> int:
+        """Numbers read by one token at this depth, besides the layers."""
+        return sum(repair.numel for repair in self.at_depth.get(depth, ()))
+
+    def only(self, depths: set[int]) -> Repairs:
+        return Repairs({depth: maps for depth, maps in self.at_depth.items() if depth in depths})
+
+    def placed(self, examples: Sequence[torch.Tensor]) -> Repairs:
+        """Every map on the device and in the precision of its layer's example."""
+        every = {id(repair): repair for maps in self.at_depth.values() for repair in maps}
+        moved = {key: r.to(examples[r.start].device, examples[r.start].dtype) for key, r in every.items()}
+        return Repairs({depth: tuple(moved[id(r)] for r in maps) for depth, maps in self.at_depth.items()})
+
+    def check(self, plan: Plan, hidden_size: int) -> None:
+        """Refuse maps that do not belong to the plan's ladder or the model's width."""
+        for depth, maps in self.at_depth.items():
+            runs = runs_of(plan.dropped(depth)) if depth >= plan.ladder.min_layers else []
+            found = [(repair.start, repair.end) for repair in maps]
+            if found != runs:
+                raise PlanMismatchError(f"the repairs of depth {depth} are for layers {found}, the plan drops {runs}")
+            for repair in maps:
+                if repair.up.shape[0] != hidden_size:
+                    raise PlanMismatchError(
+                        f"the plan's repairs are for a hidden size of {repair.up.shape[0]}, "
+                        f"but the model's is {hidden_size}"
+                    )
+        missing = [depth for depth in reached_depths(plan) if depth not in self.at_depth]
+        if missing:
+            raise PlanMismatchError(f"the plan visits depth {missing[0]}, for which it has no repairs")
+
+    def save(self, file: Path) -> Path:
+        """One safetensors file: each map once, and which depth uses which."""
+        from safetensors.torch import save_file
+
+        numbers: dict[int, int] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        table: dict[str, list[list[int]]] = {}
+        for depth, maps in sorted(self.at_depth.items(), reverse=True):
+            table[str(depth)] = []
+            for repair in maps:
+                if id(repair) not in numbers:
+                    numbers[id(repair)] = len(numbers)
+                    for name, part in zip(_PARTS, repair.parts, strict=False):
+                        tensors[f"{numbers[id(repair)]}.{name}"] = part.detach().cpu().contiguous()
+                table[str(depth)].append([repair.start, repair.end, numbers[id(repair)]])
+        draft = file.with_name(f".{file.name}.tmp")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, draft, {"format": _FORMAT, "version": _VERSION, "depths": json.dumps(table)})
+            draft.replace(file)
+        except OSError as error:
+            raise DepthDecayError(f"the repairs cannot be written to {file}: {error.strerror or error}") from None
+        finally:
+            draft.unlink(missing_ok=True)
+        return file
+
+    @classmethod
+    def load(cls, file: Path) -> Repairs:
+        from safetensors import safe_open
+
+        try:
+            with safe_open(file, "pt") as content:
+                about: dict[str, Any] = content.metadata() or {}
+                if about.get("format") != _FORMAT or about.get("version") != _VERSION:
+                    raise DepthDecayError(f"{file} is no file of repairs that this release reads")
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            table = json.loads(about["depths"])
+            maps: dict[tuple[int, int, int], Repair] = {}
+            at_depth: dict[int, tuple[Repair, ...]] = {}
+            for depth, entries in table.items():
+                for start, end, number in entries:
+                    parts = [tensors[f"{number}.{part}"] for part in _PARTS if f"{number}.{part}" in tensors]
+                    if not all(torch.isfinite(part).all() for part in parts):
+                        raise DepthDecayError(f"{file} holds numbers that are not finite")
+                    maps.setdefault((start, end, number), Repair(start, end, *parts))
+                at_depth[int(depth)] = tuple(maps[tuple(entry)] for entry in entries)
+            return cls(at_depth)
+        except DepthDecayError:
+            raise
+        except FileNotFoundError:
+            raise DepthDecayError(f"the plan's repairs are missing: there is no {file}") from None
+        except Exception as error:
+            raise DepthDecayError(f"{file} cannot be read as repairs: {one_line(error)}") from None
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Repairs | None:
+        """What lies beside a loaded plan; None for a plan that has no repairs."""
+        if plan.repairs is None:
+            return None
+        if plan.folder is None:
+            raise DepthDecayError("this plan's repairs lie in a file, but the plan was not loaded from one")
+        return cls.load(plan.folder / plan.repairs)
+
+
+def repairs_for(stack: Stack, plan: Plan | None, repairs: Repairs | None = None) -> Repairs:
+    """The plan's maps, checked, each in the place and precision of the layer that it stands for."""
+    if plan is None:
+        return Repairs()
+    found = Repairs.of_plan(plan) if repairs is None else repairs
+    if found is None:
+        return Repairs()
+    found.check(plan, stack.hidden_size)
+    return found.placed([next(layer.parameters()) for layer in stack.layers])
+
+
+def reached_depths(plan: Plan) -> tuple[int, ...]:
+    """Every depth below full that the plan visits, however long the text."""
+    return tuple(depth for depth in plan.visited_depths(_LONGEST_TEXT) if depth < plan.num_layers)
