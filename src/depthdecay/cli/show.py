@@ -129,10 +129,17 @@ def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
 
 
 @contextmanager
-def working(message: str, *, quiet: bool = False, spinner: bool = True) -> Iterator[Callable[[str], None]]:
-    """Says what takes long, to a terminal only; the function given changes the message."""
+def working(
+    message: str, *, quiet: bool = False, spinner: bool = True, lasting: bool = False
+) -> Iterator[Callable[[str], None]]:
+    """Says what takes long, to a terminal only; the function given changes the message.
+
+    What takes minutes (`lasting`) is also said line by line where there is no terminal: a log should show it.
+    """
     console = err_console()
-    if quiet or not console.is_terminal:
+    if lasting and not quiet and not console.is_terminal:
+        yield lambda message: print(message, file=sys.stderr, flush=True)
+    elif quiet or not console.is_terminal:
         yield lambda message: None
     elif not spinner:
         yield lambda message: console.print(Text(message, style="dim"))

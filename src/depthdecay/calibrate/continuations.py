@@ -1,0 +1,140 @@
+"""What calibration measures on: prompts from a file, and the full model's own greedy continuations of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from depthdecay.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.prompts import token_ids
+
+_FIELDS = ("messages", "prompt", "question", "text", "instruction")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what the full model says after it; both as token ids."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def read_prompts(path: str | Path) -> list[Any]:
+    """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
+    file = Path(path).expanduser()
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").splitlines()
+    except OSError as error:
+        raise DepthDecayError(f"the prompts '{path}' cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DepthDecayError(f"the prompts '{path}' are not UTF-8 text (byte {error.start})") from None
+    is_text = file.suffix == ".txt"
+    prompts = [
+        line if is_text else _prompt_of(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise DepthDecayError(f"the file '{path}' holds no prompt")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise DepthDecayError(f"{where} is not JSON ({error}); expected one object a line") from None
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise DepthDecayError(f"{where} is {type(value).__name__}; expected an object with one of {', '.join(_FIELDS)}")
+    name = next((name for name in _FIELDS if value.get(name)), None)
+    if name is None:
+        raise DepthDecayError(f"{where} has none of the fields {', '.join(_FIELDS)}")
+    prompt = value[name]
+    if name == "messages":
+        good = isinstance(prompt, list) and all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in prompt
+        )
+        if not good:
+            raise DepthDecayError(f"{where}: messages must be a list of objects with role and content")
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise DepthDecayError(f"{where}: {name} must be a text that is not empty")
+    return prompt
+
+
+@dataclass(frozen=True)
+class Split:
+    """Token ids of prompts to calibrate on and of prompts held out; no text is in both."""
+
+    calibration: list[list[int]]
+    held_out: list[list[int]]
+    left_out: int  # too long for the model's context
+
+
+def split_prompts(
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    *,
+    vocabulary: int,
+    calibration: int,
+    held_out: int,
+    longest: int | None,
+    seed: int,
+    where: str = "the prompts",
+) -> Split:
+    """Shuffle, drop repeats and prompts that do not fit, and deal out the two parts.
+
+    Where there are fewer than asked for, both parts shrink in proportion, down to eight and four.
+    """
+    unique = {json.dumps(prompt, sort_keys=True): prompt for prompt in prompts}
+    order = sorted(unique)  # the same whatever the file's order
+    Random(seed).shuffle(order)
+    wanted = calibration + held_out
+    fitting: list[list[int]] = []
+    left_out = 0
+    for key in order:
+        if len(fitting) == wanted:
+            break
+        ids = token_ids(tokenizer, unique[key], {}, vocabulary)
+        if longest is not None and len(ids) > longest:
+            left_out += 1
+            continue
+        fitting.append(ids)
+    if len(fitting) < 12:
+        long = f" ({left_out} are longer than {longest} tokens and were left out)" if left_out else ""
+        raise DepthDecayError(
+            f"{where} hold {len(fitting)} different prompts that fit{long}; calibration needs at least 12, "
+            "since some are held out"
+        )
+    if len(fitting) < wanted:
+        held_out = max(4, len(fitting) * held_out // wanted)
+    return Split(fitting[held_out:], fitting[:held_out], left_out)
+
+
+def continue_prompts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    batch: int = 64,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Continuation]:
+    """The full model's greedy answers, each up to its end of text; in the order of the prompts."""
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    found: dict[int, Continuation] = {}
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        rows = [list(prompts[index]) for index in chosen]
+        rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
+        results = engine.generate(rows, new_tokens, mode="full", do_sample=False)
+        for index, result in zip(chosen, results, strict=False):
+            found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))
+        progress(min(start + batch, len(order)), len(order))
+    return [found[index] for index in range(len(prompts))]

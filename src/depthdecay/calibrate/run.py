@@ -1,0 +1,457 @@
+"""Calibration from prompts to a plan: record, search the ladder, repair it, choose the fastest plan within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from depthdecay.budget import Costs, cost_speedup, plan_at_speedup
+from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts
+from depthdecay.calibrate.fidelity import Fidelity, Simulator
+from depthdecay.calibrate.fit import FitSettings, Trace, fit_plan
+from depthdecay.calibrate.influence import block_influence, unrepaired_share
+from depthdecay.calibrate.recording import Recording
+from depthdecay.calibrate.search import Found, Search
+from depthdecay.calibrate.work import WorkFolder
+from depthdecay.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.identity import identity
+from depthdecay.ladder import Ladder, runs_of
+from depthdecay.plan import Plan
+from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
+from depthdecay.schedule import PowerSchedule
+from depthdecay.stack import Stack
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the user asked for: a bound on quality, or a speed-up."""
+
+    max_kl: float | None = None
+    max_agreement_loss: float | None = None
+    speedup: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.max_kl, self.max_agreement_loss, self.speedup) if value is not None]
+        if len(given) != 1:
+            raise DepthDecayError("give one of --max-kl, --max-agreement-loss and --speedup")
+        if not given[0] > (1 if self.speedup is not None else 0):
+            raise DepthDecayError(f"the goal is {given[0]:g}; expected a budget above 0, or a speed-up above 1")
+
+    @property
+    def measure(self) -> str:
+        if self.max_agreement_loss is not None:
+            return "share of tokens on which plan and full model differ"
+        return "mean KL to the full model, in nats a token"
+
+    @property
+    def budget(self) -> float | None:
+        return self.max_kl if self.max_kl is not None else self.max_agreement_loss
+
+    def losses(self, fidelity: Fidelity) -> list[float]:
+        """What the budget bounds, prompt by prompt."""
+        if self.max_agreement_loss is not None:
+            return [1 - agreement for agreement in fidelity.agreement_by_prompt]
+        return fidelity.kl_by_prompt
+
+    def loss(self, fidelity: Fidelity) -> float:
+        return 1 - fidelity.agreement if self.max_agreement_loss is not None else fidelity.kl
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured. The defaults of `for_device` suit a GPU, or two cores and a small model."""
+
+    fit_prompts: int = 512
+    select_prompts: int = 64  # never fitted on: the search and all choices are decided by them
+    held_out_prompts: int = 128  # seen once, for the figures that the plan promises
+    new_tokens: int = 200
+    search_prompts: int = 192  # of the fit prompts; the search fits many maps and needs fewer texts for it
+    rows: int = 32
+    batch: int = 128
+    beam: int = 2
+    width: int = 4
+    first_width: int | None = None  # all layers
+    lowest_share: float = 0.5  # the search goes down to this share of the layers
+    minutes: float = 8.0  # of search, after which it is hastened
+    seed: int = 0
+    # Sizes of maps to choose from, by KL at equal cost.
+    maps: tuple[FitSettings, ...] = (
+        FitSettings(256),
+        FitSettings(256, 256),
+        FitSettings(512, 512),
+        FitSettings(512, 1024),
+    )
+    ridges: tuple[float, ...] = (0.01,)
+    warmups: tuple[float, ...] = (0.0, 0.1, 0.2)  # shares of the horizon
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Settings:
+        if device.type == "cuda":
+            return cls()
+        return cls(
+            fit_prompts=40,
+            select_prompts=8,
+            held_out_prompts=16,
+            new_tokens=96,
+            search_prompts=24,
+            rows=8,
+            batch=16,
+            beam=1,
+            width=3,
+            first_width=8,
+            lowest_share=0.7,
+            minutes=3.0,
+            maps=(FitSettings(64, 64, 0.03),),
+            ridges=(),
+            warmups=(0.0, 0.15),
+        )
+
+
+@dataclass
+class Calibrated:
+    """A plan that keeps its promise on held-out text, its maps, and the figures behind it."""
+
+    plan: Plan
+    repairs: Repairs
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> Path:
+        """Repairs first: a plan that is there is whole."""
+        self.repairs.save(folder / REPAIRS_FILE)
+        return self.plan.save(folder)
+
+
+class Calibration:
+    """One model on one set of prompts. The parts are made in order, each kept for an interrupted run."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Any],
+        folder: Path,
+        settings: Settings | None = None,
+        *,
+        name: str = "the model",
+        say: Say = lambda message: None,
+    ) -> None:
+        self.started = time.monotonic()
+        self.stack = Stack.of(model)
+        self.model = model
+        self.name = name
+        self.identity = identity(self.stack.model)
+        device = self.stack.model.device
+        self.settings = settings or Settings.for_device(device)
+        self.say = say
+        split = self._split(prompts, tokenizer)
+        inputs = {"model": self.identity.to_dict(), "settings": repr(self.settings), "prompts": split.calibration}
+        self.work = WorkFolder(folder, {**inputs, "held_out": split.held_out})
+        texts = self._texts(split)
+        fit = (
+            self.settings.fit_prompts
+            * len(split.calibration)
+            // (self.settings.fit_prompts + self.settings.select_prompts)
+        )
+        self.fit = self._record(texts[:fit], "reading calibration texts")
+        self.select = self._record(texts[fit : len(split.calibration)], "reading texts to choose by")
+        self.held_out = self._record(texts[len(split.calibration) :], "reading held-out texts")
+        self.influence = block_influence(self.select)
+        self.found = self._search()
+        self.ladder_plan = self._ladder_plan()
+        self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
+        self._chosen: tuple[FitSettings, list[dict[str, Any]]] | None = None
+
+    def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
+        settings = self.settings
+        limit = self.stack.context_limit()
+        longest = None if limit is None else limit - settings.new_tokens
+        if longest is not None and longest < 1:
+            raise DepthDecayError(f"{settings.new_tokens} new tokens do not fit the model's context of {limit}")
+        return split_prompts(
+            prompts,
+            tokenizer,
+            vocabulary=self.stack.model.get_input_embeddings().weight.shape[0],
+            calibration=settings.fit_prompts + settings.select_prompts,
+            held_out=settings.held_out_prompts,
+            longest=longest,
+            seed=settings.seed,
+        )
+
+    def _texts(self, split: Split) -> list[Continuation]:
+        """The full model's answers, from the work folder where they lie there."""
+        prompts = [*split.calibration, *split.held_out]
+        kept = self.work.read("texts")
+        if kept is not None:
+            self.say("going on with the texts of an interrupted run")
+            return [Continuation(tuple(p), tuple(t)) for p, t in zip(prompts, kept, strict=True)]
+        engine = Engine(self.model)
+        batch = min(self.settings.batch, len(prompts))
+
+        def told(done: int, total: int) -> None:
+            self.say(f"the full model answers prompts: {done} of {total}")
+
+        texts = continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, progress=told)
+        self.work.write("texts", [text.tokens for text in texts])
+        return texts
+
+    def _record(self, texts: Sequence[Continuation], title: str) -> Recording:
+        def told(done: int, total: int) -> None:
+            self.say(f"{title}: {done} of {total}")
+
+        return Recording.of(self.stack, texts, rows=self.settings.rows, progress=told)
+
+    def _search(self) -> Found:
+        settings, layers = self.settings, self.stack.num_layers
+        few = max(1, -(-settings.search_prompts // settings.rows))
+        batches = self.fit.batches[:: max(1, len(self.fit.batches) // few)][:few]
+        recording = Recording(self.stack, batches + self.select.batches, max(self.fit.columns, self.select.columns))
+        started = time.monotonic()
+
+        def told(message: str, done: int, total: int) -> None:
+            left = (time.monotonic() - started) / done * (total - done)
+            self.say(f"searching the ladder, {message} (about {left:.0f} s left)")
+
+        kept = self.work.read("search")
+        search = Search(
+            recording,
+            fitted_on=len(batches),
+            candidates=range(1, layers - 1),
+            lowest_depth=max(2, int(layers * settings.lowest_share)),
+            settings=settings.maps[0],
+            layer_costs=[float(size) for size in self.stack.layer_bytes()],
+            beam=settings.beam,
+            width=settings.width,
+            first_width=settings.first_width,
+            seconds=60 * settings.minutes,
+            progress=told,
+            save=lambda beam: self.work.write("search", [found.to_dict() for found in beam]),
+        )
+        promise = unrepaired_share(self.select, settings.maps[0])
+        return search.run(promise, [Found.from_dict(values) for values in kept or ()])
+
+    def _ladder_plan(self) -> Plan:
+        plan = Plan.for_speedup(
+            self.stack.num_layers, 1, over_tokens=self.settings.new_tokens, drop_order=self.found.order
+        )
+        return plan.with_model(self.identity)
+
+    def constant_maps(self, settings: FitSettings, lowest: int) -> Repairs:
+        """Maps of every depth down to the lowest, each fitted as if all positions had run at that depth."""
+        layers = self.stack.num_layers
+        if settings not in self._traces:
+            self._traces.clear()  # a trace holds the states of all texts at all layers
+        trace, maps = self._traces.get(settings, (Trace(self.fit), {}))
+        for layer in self.found.order[len(maps) : layers - lowest]:
+            trace = trace.without([layer], settings)
+            maps[layers - len(trace.dropped)] = trace.repairs
+            self.say(f"fitting maps at constant depth {layers - len(trace.dropped)}")
+        self._traces[settings] = trace, maps
+        return Repairs(maps)
+
+    def plan_at(self, speedup: float, settings: FitSettings, warmup: float = 0.0) -> Plan:
+        """The ladder with the decay that reaches a speed-up, maps of this size counted."""
+        sizes = _sizes_of_maps(self.ladder_plan, self.stack, settings)
+        tokens = self.settings.new_tokens
+        return plan_at_speedup(
+            self.ladder_plan, self.stack, round(speedup, 4), tokens, sizes, warmup_tokens=int(warmup * tokens)
+        )
+
+    def repaired(self, speedup: float, settings: FitSettings, warmup: float) -> tuple[Plan, Repairs]:
+        """A plan for a speed-up with its maps: at constant depths, then again for the positions that it runs there.
+
+        Two depths more have maps than the plan visits, so that it can be re-scheduled; deeper, its ladder ends.
+        """
+        plan = self.plan_at(speedup, settings, warmup)
+        visited = reached_depths(plan)
+        lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - 2)
+        constant = self.constant_maps(settings, lowest)
+        self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons a layer")
+        fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
+        maps = {depth: maps for depth, maps in constant.at_depth.items() if depth >= lowest} | dict(fitted.at_depth)
+        order = plan.ladder.drop_order[: plan.num_layers - lowest]
+        ladder = Ladder(plan.num_layers, order)
+        assert isinstance(plan.schedule, PowerSchedule)
+        schedule = replace(plan.schedule, min_layers=max(1, ladder.min_layers))
+        return replace(plan, ladder=ladder, schedule=schedule), Repairs(maps)
+
+    def choose_settings(self, speedup: float) -> tuple[FitSettings, float, list[dict[str, Any]]]:
+        """Size of maps, ridge and warm-up with the lowest KL at this speed-up, on texts that nothing was fitted on."""
+        tried: list[dict[str, Any]] = []
+        best: dict[tuple[FitSettings, float], float] = {}
+
+        def attempt(settings: FitSettings, warmup: float) -> None:
+            if (settings, warmup) in best:
+                return
+            try:
+                plan, repairs = self.repaired(speedup, settings, warmup)
+            except DepthDecayError as error:  # this size, at this speed, goes below the ladder
+                tried.append({"settings": repr(settings), "warmup": warmup, "error": str(error)})
+                return
+            kl = Simulator(self.select).measure(plan, repairs).kl
+            best[settings, warmup] = kl
+            tried.append(
+                {
+                    "rank": settings.rank,
+                    "neurons": settings.neurons,
+                    "ridge": settings.ridge,
+                    "warmup": warmup,
+                    "kl": kl,
+                }
+            )
+            self.say(f"  KL {kl:.5f} with {settings}, warm-up {warmup:g}")
+
+        for settings in self.settings.maps if self._chosen is None else (self._chosen[0],):
+            attempt(settings, self.settings.warmups[0])
+        if not best:
+            raise DepthDecayError(tried[0]["error"])
+        size = min(best, key=lambda key: best[key])[0]
+        for ridge in self.settings.ridges if self._chosen is None else ():
+            attempt(replace(size, ridge=ridge), self.settings.warmups[0])
+        size = min(best, key=lambda key: best[key])[0]
+        for warmup in self.settings.warmups[1:]:
+            attempt(size, warmup)
+        chosen = min(best, key=lambda key: best[key])
+        self._chosen = chosen[0], tried  # further plans of the same run differ in speed, hardly in the best size
+        return *chosen, tried
+
+    def make(self, goal: Goal) -> Calibrated:
+        """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
+        if goal.speedup is not None:
+            settings, warmup, tried = self.choose_settings(goal.speedup)
+            return self._finish(goal, goal.speedup, settings, warmup, tried)
+        assert goal.budget is not None
+        speedup = self._fastest_guess(goal)
+        settings, warmup, tried = self.choose_settings(speedup)
+        nearest: Calibrated | None = None
+        while speedup >= _LEAST_SPEEDUP:
+            made = self._finish(goal, speedup, settings, warmup, tried)
+            if made.figures["promise"]["bound"] <= goal.budget:
+                return made
+            nearest = made
+            speedup = 1 + (speedup - 1) * 0.85
+        words = "no plan was found"
+        if nearest is not None:
+            promise = nearest.figures["promise"]
+            words = (
+                f"the nearest is {promise['layer_speedup']:.3f}x at {promise['held_out']:.4f} "
+                f"(at most {promise['bound']:.4f} with 95% confidence)"
+            )
+        raise DepthDecayError(
+            f"no plan of this model keeps the {goal.measure} within {goal.budget:g} on held-out text; {words}"
+        )
+
+    def _fastest_guess(self, goal: Goal) -> float:
+        """A speed-up to start from: bisection on texts to choose by, with maps of the first size at constant depths."""
+        assert goal.budget is not None
+        settings = self.settings.maps[0] if self._chosen is None else self._chosen[0]
+        maps = self.constant_maps(settings, self.stack.num_layers - len(self.found.order))
+        low, high = 1.0, self.fastest(settings)
+        simulator = Simulator(self.select)
+        for _ in range(7):
+            middle = (low + high) / 2
+            plan = self.plan_at(middle, settings)
+            loss = goal.loss(simulator.measure(plan, maps.only(set(reached_depths(plan)))))
+            self.say(f"at {middle:.3f}x the loss is {loss:.4f}")
+            low, high = (middle, high) if loss <= goal.budget else (low, middle)
+        return max(low, _LEAST_SPEEDUP)
+
+    def fastest(self, settings: FitSettings) -> float:
+        """A speed-up just within what the ladder can reach."""
+        low, high = 1.0, 1 / self.settings.lowest_share
+        for _ in range(12):
+            middle = (low + high) / 2
+            try:
+                self.plan_at(middle, settings)
+                low = middle
+            except DepthDecayError:
+                high = middle
+        return low
+
+    def _finish(
+        self, goal: Goal, speedup: float, settings: FitSettings, warmup: float, tried: list[dict[str, Any]]
+    ) -> Calibrated:
+        """Fit, and measure on held-out text."""
+        plan, repairs = self.repaired(speedup, settings, warmup)
+        simulator = Simulator(self.held_out)
+        self.say("measuring on held-out text")
+        measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
+        tokens = self.settings.new_tokens
+        bound = upper_bound(goal.losses(measured), self.settings.seed)
+        costs = Costs(self.stack, plan, repairs)
+        promise = {
+            "measure": goal.measure,
+            "budget": goal.budget,
+            "held_out": goal.loss(measured),
+            "bound": bound,
+            "confidence": _CONFIDENCE,
+            "asked_speedup": speedup,
+            "layer_speedup": plan.layer_speedup(tokens),
+            "layer_speedup_with_repairs": float(
+                plan.num_layers * tokens / sum(costs.in_layers(depth) for depth in plan.depths(tokens))
+            ),
+            "cost_speedup": cost_speedup(plan, self.stack, tokens, repairs),
+            "prompts": measured.prompts,
+            "tokens": measured.tokens,
+        }
+        figures: dict[str, Any] = {
+            "promise": promise,
+            "repaired": measured.to_dict(),
+            "plain": plain.to_dict(),
+            "choices": {
+                "rank": settings.rank,
+                "neurons a layer": settings.neurons,
+                "ridge": settings.ridge,
+                "warm-up tokens": int(warmup * tokens),
+                "new tokens": tokens,
+                "calibration prompts": self.fit.prompts,
+                "calibration tokens": self.fit.tokens,
+                "prompts to choose by": self.select.prompts,
+                "seed": self.settings.seed,
+                "seconds": round(time.monotonic() - self.started, 1),
+            },
+            "tried": tried,
+            "search": {"order": self.found.order, "kls": self.found.kls},
+        }
+        notes = {
+            "calibration": {**promise, "kl": measured.kl, "agreement": measured.agreement} | figures["choices"],
+            "block_influence": [round(value, 5) for value in self.influence],
+            "over_tokens": tokens,
+        }
+        return Calibrated(replace(plan, repairs=REPAIRS_FILE, notes=notes), repairs, figures)
+
+
+_CONFIDENCE = 0.95
+_LEAST_SPEEDUP = 1.01
+
+
+def upper_bound(losses: Sequence[float], seed: int = 0, draws: int = 4000) -> float:
+    """The bootstrap's one-sided 95% bound on the mean, over prompts: tokens of one text are not independent."""
+    values = np.asarray(losses)
+    picks = np.random.default_rng(seed).integers(0, len(values), (draws, len(values)))
+    return float(np.quantile(values[picks].mean(1), _CONFIDENCE))
+
+
+def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:
+    """Stand-ins with the shapes that maps of these settings will have: costs are known before anything is fitted."""
+    hidden = stack.hidden_size
+    rank = min(settings.rank, hidden)
+    at_depth = {}
+    for depth in range(plan.ladder.min_layers, plan.num_layers):
+        maps = []
+        for start, end in runs_of(plan.dropped(depth)):
+            known = [stack.gated_mlp(layer) for layer in range(start, end)]
+            count = sum(min(settings.neurons, m.gate.shape[0]) for m in known if m) if all(known) else 0
+            shapes = [(rank, hidden), (hidden, rank), (hidden,)]
+            shapes += [(count, hidden), (count, hidden), (hidden, count)] if count else []
+            maps.append(Repair(start, end, *(torch.empty(shape, device="meta") for shape in shapes)))
+        at_depth[depth] = tuple(maps)
+    return Repairs(at_depth)

@@ -1,0 +1,171 @@
+"""`depthdecay calibrate`: find a model's ladder, repair it, and save the fastest plan within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.analyze import make_folder
+from depthdecay.cli.show import out_console, working
+from depthdecay.errors import DepthDecayError
+from depthdecay.schedule import exact_decimal, whole_number
+
+if TYPE_CHECKING:
+    from depthdecay.calibrate import Calibrated, Calibration, Settings
+
+_GOAL, _EFFORT = "Goal (one of)", "Effort"
+DEFAULT_MAX_KL = 0.02
+
+Count = Annotated[int | None, typer.Option(rich_help_panel=_EFFORT)]
+
+
+def calibrate(
+    prompts: Annotated[str, typer.Option(help="A .jsonl or .txt file of prompts like those that will be asked.")],
+    out: Annotated[str, typer.Option(help="A folder for the plan and its report; made where it is not there.")],
+    task: Annotated[
+        str | None, typer.Option(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
+    ] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    max_kl: Annotated[
+        float | None, typer.Option(help=f"Mean KL to the full model [{DEFAULT_MAX_KL}].", rich_help_panel=_GOAL)
+    ] = None,
+    max_agreement_loss: Annotated[
+        float | None, typer.Option(help="Share of tokens that may differ, as 0.01.", rich_help_panel=_GOAL)
+    ] = None,
+    speedup: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Layer speed-up, repairs counted.", rich_help_panel=_GOAL)
+    ] = None,
+    also: Annotated[
+        str | None,
+        typer.Option(help="Further speed-ups, as 1.1,1.5: a plan each in OUT/speedup-N.", rich_help_panel=_GOAL),
+    ] = None,
+    repair_rank: Annotated[
+        int | None, typer.Option(help="Directions of a map; chosen by KL.", rich_help_panel=_EFFORT)
+    ] = None,
+    repair_neurons: Annotated[
+        int | None, typer.Option(help="Neurons kept of a dropped layer; chosen by KL.", rich_help_panel=_EFFORT)
+    ] = None,
+    fit_prompts: Count = None,
+    held_out_prompts: Count = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per answer: the plan's horizon.", rich_help_panel=_EFFORT)
+    ] = None,
+    beam: Annotated[int | None, typer.Option(help="Ladders searched side by side.", rich_help_panel=_EFFORT)] = None,
+    width: Annotated[int | None, typer.Option(help="Layers each tries at a rung.", rich_help_panel=_EFFORT)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for the search before it is hastened.", rich_help_panel=_EFFORT)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Deals out the prompts.", rich_help_panel=_EFFORT)] = 0,
+) -> None:
+    """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
+
+    An interrupted run goes on where it stopped when the same command is given again.
+    """
+    if max_kl is None and max_agreement_loss is None and speedup is None:
+        max_kl = DEFAULT_MAX_KL
+    counts = {
+        "fit_prompts": (fit_prompts, 8),
+        "held_out_prompts": (held_out_prompts, 4),
+        "new_tokens": (new_tokens, 8),
+        "beam": (beam, 1),
+        "width": (width, 1),
+        "repair_rank": (repair_rank, 1),
+        "repair_neurons": (repair_neurons, 0),
+    }
+    for name, (value, least) in counts.items():
+        if value is not None:
+            whole_number(f"--{name.replace('_', '-')}", value, least)
+    if minutes is not None and not minutes > 0:
+        raise DepthDecayError(f"--minutes is {minutes}; expected a number above 0")
+    wanted = None if speedup is None else float(exact_decimal("speed-up", speedup))
+    others = [float(exact_decimal("speed-up", part)) for part in also.split(",")] if also else []
+
+    from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
+
+    goal = Goal(max_kl, max_agreement_loss, wanted)
+    further = [Goal(speedup=value) for value in others]
+    texts = read_prompts(prompts) if task is None else None
+    examples = None if task is None else _open_task(task, prompts)
+    folder = make_folder(out)
+    options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
+    loaded = options.load()
+    if examples is not None:
+        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+        texts = [examples.prompt(example, chat) for example in examples.examples]
+    assert texts is not None
+    settings = Settings.for_device(loaded.model.device)
+    given: dict[str, Any] = {
+        name: value for name, (value, _) in counts.items() if value is not None and not name.startswith("repair_")
+    }
+    settings = replace(settings, **given, seed=seed)
+    settings = replace(settings, minutes=minutes) if minutes is not None else settings
+    settings = _with_sizes(settings, repair_rank, repair_neurons)
+    with working("calibrating …", lasting=True) as say:
+        run = Calibration(
+            loaded.model, loaded.tokenizer, texts, folder, settings, name=shown_name(loaded.name), say=say
+        )
+        made = run.make(goal)
+        _save(run, made, folder)
+        for other in further:
+            say(f"a plan for {other.speedup:g}x")
+            _save(run, run.make(other), folder / f"speedup-{other.speedup:g}")
+        run.work.remove()
+    _print(made, folder)
+
+
+def _open_task(name: str, data: str) -> Any:
+    from depthdecay.evaluate.task import TaskOptions, open_task
+
+    return open_task(name, TaskOptions(data=data))
+
+
+def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Settings:
+    """Sizes that the user fixed are not chosen any more."""
+    if rank is None and neurons is None:
+        return settings
+    fixed: dict[str, Any] = {name: v for name, v in (("rank", rank), ("neurons", neurons)) if v is not None}
+    return replace(settings, maps=tuple(dict.fromkeys(replace(size, **fixed) for size in settings.maps)))
+
+
+def shown_name(name: str) -> str:
+    """A path says where a model lies on this machine, which is nobody else's."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _save(run: Calibration, made: Calibrated, folder: Path) -> None:
+    from depthdecay.calibrate import report_data
+    from depthdecay.report import write_report
+    from depthdecay.results import provenance, write_result
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(folder)
+    write_result(folder / "calibration.json", {"model": run.name, "plan": made.plan.describe(), **made.figures})
+    write_report(folder, report_data(run, made, provenance()["command"]))
+
+
+def _print(made: Calibrated, folder: Path) -> None:
+    promise, measured, plain = made.figures["promise"], made.figures["repaired"], made.figures["plain"]
+    console = out_console()
+    console.print(made.plan.describe(), markup=False, highlight=False)
+    console.print(
+        f"held out: KL {measured['kl']:.4f} (plain dropping {plain['kl']:.4f}), agreement {measured['agreement']:.4f}; "
+        f"layer speed-up {promise['layer_speedup']:.3f}x ({promise['layer_speedup_with_repairs']:.3f}x with repairs "
+        f"counted), cost speed-up {promise['cost_speedup']:.3f}x over {made.plan.notes['over_tokens']} tokens",
+        markup=False,
+        highlight=False,
+    )
+    if promise["budget"] is not None:
+        console.print(
+            f"promise: {promise['measure']} {promise['held_out']:.4f}, at most {promise['bound']:.4f} with 95% "
+            f"confidence; asked for {promise['budget']:g}",
+            markup=False,
+            highlight=False,
+        )
+    console.print(f"plan and report: {folder}", markup=False, highlight=False)

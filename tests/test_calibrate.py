@@ -1,0 +1,435 @@
+"""Calibration: the simulation against real decoding, maps, search, budgets, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
+
+import depthdecay as dd
+from depthdecay.budget import Costs, cost_speedup, plan_at_speedup
+from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
+from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts
+from depthdecay.calibrate.fit import Moments, Trace, fit_plan
+from depthdecay.calibrate.influence import block_influence
+from depthdecay.calibrate.recording import Recording
+from depthdecay.calibrate.run import upper_bound
+from depthdecay.calibrate.search import Found, Search
+from depthdecay.errors import DepthDecayError
+from depthdecay.ladder import runs_of
+from depthdecay.repairs import Repair, Repairs
+from depthdecay.stack import Stack
+
+ORDER = [3, 4, 6, 1]
+
+
+def decaying_plan() -> dd.Plan:
+    return dd.Plan.decay(LAYERS, alpha=0.93, drop_order=ORDER, min_layers=4)
+
+
+def random_repairs(plan: dd.Plan, hidden: int, neurons: int = 0) -> Repairs:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    at_depth = {}
+    for depth in range(plan.ladder.min_layers, plan.num_layers):
+        maps = []
+        for start, end in runs_of(plan.dropped(depth)):
+            parts = [random(4, hidden), random(hidden, 4), random(hidden)]
+            if neurons:
+                parts += [random(neurons, hidden), random(neurons, hidden), random(hidden, neurons)]
+            maps.append(Repair(start, end, *parts))
+        at_depth[depth] = tuple(maps)
+    return Repairs(at_depth)
+
+
+def texts_of(engine: dd.Engine, tokens: int = 24) -> list[Continuation]:
+    prompts = [list(prompt) for prompt in PROMPTS]
+    results = engine.generate(prompts, tokens, eos_token_id=None)
+    return [Continuation(tuple(p), tuple(r.token_ids)) for p, r in zip(prompts, results, strict=True)]
+
+
+def random_texts(count: int, tokens: int, vocabulary: int = 90) -> list[Continuation]:
+    numbers = np.random.default_rng(0).integers(3, vocabulary, (count, 6 + tokens)).tolist()
+    return [Continuation(tuple(row[: 4 + i % 3]), tuple(row[6:])) for i, row in enumerate(numbers)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_simulation_equals_decoding(architecture: str) -> None:
+    """Teacher-forced with the decayed model's own text, the simulation must pick that very text."""
+    model, plan = tiny_model(architecture), decaying_plan()
+    stack = Stack.of(model)
+    repairs = random_repairs(plan, stack.hidden_size, neurons=3)
+    for maps in (None, repairs):
+        engine = dd.Engine(model, plan=plan, repairs=maps)
+        recording = Recording.of(stack, texts_of(engine))
+        (batch,) = recording.batches
+        state = Simulator(recording).final_state(batch, plan, maps)
+        picked = torch.cat([logits for _, logits in recording.logits(batch, state)]).argmax(-1)
+        assert torch.equal(picked, batch.targets)
+        full = Simulator(recording).measure(dd.Plan.full(LAYERS))
+        assert full.kl == 0
+        assert full.agreement == 1
+        assert Simulator(recording).measure(plan, maps).kl > 0
+
+
+def test_the_simulation_gives_the_logits_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model("llama"), decaying_plan()
+    stack = Stack.of(model)
+    repairs = random_repairs(plan, stack.hidden_size)
+    seen: list[torch.Tensor] = []
+    pick = dd.Engine._pick
+
+    def keep(self: Any, decoder: Any, *args: Any) -> Any:
+        seen.append(decoder.logits.clone())
+        return pick(self, decoder, *args)
+
+    monkeypatch.setattr(dd.Engine, "_pick", keep)
+    engine = dd.Engine(model, plan=plan, repairs=repairs)
+    recording = Recording.of(stack, texts_of(engine))
+    (batch,) = recording.batches
+    state = Simulator(recording).final_state(batch, plan, repairs)
+    given = torch.cat([logits for _, logits in recording.logits(batch, state)])
+    order = sorted(range(len(PROMPTS)), key=lambda i: (len(PROMPTS[i]), tuple(PROMPTS[i])))
+    decoded = torch.stack(seen[1:], dim=1)[order]
+    torch.testing.assert_close(given, decoded, atol=1e-4, rtol=1e-4)
+
+
+def test_applied_runs_repairs_as_the_engine_does(tmp_path: Path) -> None:
+    model, plan = tiny_model("qwen2"), decaying_plan()
+    repairs = random_repairs(plan, Stack.of(model).hidden_size, neurons=2)
+    repairs.save(tmp_path / "repairs.safetensors")
+    replace(plan, repairs="repairs.safetensors").save(tmp_path)
+    loaded = dd.Plan.load(tmp_path)
+    ids = torch.tensor([PROMPTS[0]])
+    with dd.applied(model, loaded):
+        tokens = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = dd.Engine(model, plan=loaded).generate([list(PROMPTS[0])], 20, eos_token_id=None)[0].token_ids
+    assert tokens[0, ids.shape[1] :].tolist() == expected
+    plain = dd.Engine(model, plan=plan).generate([list(PROMPTS[0])], 20, eos_token_id=None)[0].token_ids
+    assert plain != expected  # random maps must show
+    full = dd.Engine(model, plan=loaded).generate([list(PROMPTS[0])], 20, mode="full", eos_token_id=None)[0].token_ids
+    assert full == dd.Engine(model).generate([list(PROMPTS[0])], 20, eos_token_id=None)[0].token_ids
+
+
+def test_repairs_survive_a_file_and_share_maps(tmp_path: Path) -> None:
+    plan = decaying_plan()
+    repairs = random_repairs(plan, 32, neurons=2)
+    shared = Repairs({**repairs.at_depth, 6: repairs.at_depth[6], 5: (*repairs.at_depth[6], repairs.at_depth[5][-1])})
+    loaded = Repairs.load(shared.save(tmp_path / "maps.safetensors"))
+    assert set(loaded.at_depth) == set(shared.at_depth)
+    for depth, maps in shared.at_depth.items():
+        for ours, theirs in zip(maps, loaded.at_depth[depth], strict=True):
+            assert (ours.start, ours.end) == (theirs.start, theirs.end)
+            assert all(torch.equal(a, b) for a, b in zip(ours.parts, theirs.parts, strict=True))
+    assert loaded.at_depth[5][0] is loaded.at_depth[6][0]
+    repairs.check(plan, 32)
+
+
+@pytest.mark.parametrize("damage", ["width", "layers", "missing-depth", "no-file", "garbage", "nan"])
+def test_repairs_that_do_not_fit_are_refused(damage: str, tmp_path: Path) -> None:
+    model, plan = tiny_model("llama"), decaying_plan()
+    hidden = Stack.of(model).hidden_size
+    repairs = random_repairs(plan, hidden + 1 if damage == "width" else hidden)
+    maps = dict(repairs.at_depth)
+    if damage == "layers":
+        maps[7] = (replace(maps[7][0], start=2, end=3),)
+    if damage == "missing-depth":
+        del maps[5]
+    if damage == "nan":
+        maps[7] = (replace(maps[7][0], bias=torch.full((hidden,), float("nan"))),)
+    file = Repairs(maps).save(tmp_path / "repairs.safetensors")
+    if damage == "no-file":
+        file.unlink()
+    if damage == "garbage":
+        file.write_bytes(b"not a tensor in sight")
+    replace(plan, repairs="repairs.safetensors").save(tmp_path)
+    with pytest.raises(DepthDecayError) as error:
+        dd.Engine(model, plan=dd.Plan.load(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_linear_layer_is_repaired_exactly() -> None:
+    """What a map can say, it says: outputs that are linear in the normalised state leave nothing over."""
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn((400, 12), generator=generator)
+    state[:, 3] *= 7
+    normal = state * state.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+    weight = torch.randn((12, 3), generator=generator) @ torch.randn((3, 12), generator=generator)
+    target = state + normal @ weight + 0.5
+    moments = Moments(12, torch.device("cpu"))
+    for part in range(0, 400, 100):
+        moments.add(state[part : part + 100], target[part : part + 100])
+    repair = moments.solve(0, 1, FitSettings(rank=3, ridge=1e-9)).to(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(repair(state), target, atol=1e-3, rtol=1e-3)
+    assert repair.rank == 3
+    small = moments.solve(0, 1, FitSettings(rank=1, ridge=1e-9)).to(torch.device("cpu"), torch.float32)
+    left = float((small(state) - target).norm())
+    assert left > 0.1
+    # The best of its rank: no other map of rank 1 that a wrong choice of directions would give comes near.
+    whole = (target - state - 0.5).T.cov()
+    values = torch.linalg.eigvalsh(whole).flip(0)
+    assert left**2 / 400 == pytest.approx(float(values[1:].sum()), rel=0.2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_maps_lower_the_kl_of_dropped_layers(architecture: str) -> None:
+    stack = Stack.of(tiny_model(architecture))
+    texts = random_texts(64, 24)
+    fit, held = Recording.of(stack, texts[:48]), Recording.of(stack, texts[48:])
+    plan = dd.Plan.for_speedup(LAYERS, 1.2, over_tokens=24, drop_order=ORDER)
+    trace, maps = Trace(fit), {}
+    for rung, layer in enumerate(ORDER, start=1):
+        trace = trace.without([layer], FitSettings(16, 4, 0.01))
+        maps[LAYERS - rung] = trace.repairs
+    constant = Repairs(maps)
+    constant.check(plan, stack.hidden_size)
+    simulator = Simulator(held)
+    plain, repaired = simulator.measure(plan), simulator.measure(plan, constant)
+    assert repaired.kl < 0.8 * plain.kl
+    fitted = fit_plan(fit, plan, FitSettings(16, 4, 0.1), constant)
+    fitted.check(plan, stack.hidden_size)
+    assert simulator.measure(plan, fitted).kl < 0.9 * plain.kl
+    has_neurons = any(repair.neurons for repairs in fitted.at_depth.values() for repair in repairs)
+    assert has_neurons == (architecture == "llama")
+
+
+def test_a_trace_that_goes_on_equals_one_from_the_start() -> None:
+    """What is shared between rungs must be what fitting anew would give."""
+    stack = Stack.of(tiny_model("llama"))
+    recording = Recording.of(stack, random_texts(24, 12))
+    settings = FitSettings(8, 2, 0.01)
+    steps = Trace(recording)
+    for layer in ORDER:
+        steps = steps.without([layer], settings)
+    # A map before the last change was fitted on states that later rungs did not touch.
+    whole = Trace(recording).without(ORDER, settings)
+    assert [(r.start, r.end) for r in steps.repairs] == [(r.start, r.end) for r in whole.repairs]
+    for ours, theirs in zip(steps.states, whole.states, strict=True):
+        torch.testing.assert_close(ours[-1], theirs[-1], atol=1e-3, rtol=1e-3)
+
+
+def search_on(recording: Recording, **changes: Any) -> Search:
+    settings: dict[str, Any] = {
+        "fitted_on": len(recording.batches) - 1,
+        "candidates": range(1, LAYERS - 1),
+        "lowest_depth": 4,
+        "settings": FitSettings(8, 0, 0.01),
+        "layer_costs": [1.0] * LAYERS,
+    }
+    return Search(recording, **(settings | changes))
+
+
+def test_the_search_drops_a_layer_that_does_nothing_first_and_resumes() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[5].self_attn.o_proj.weight.zero_()
+        model.model.layers[5].mlp.down_proj.weight.zero_()
+    stack = Stack.of(model)
+    recording = Recording.of(stack, random_texts(40, 12), rows=8)
+    saved: list[list[dict[str, Any]]] = []
+    influence = block_influence(recording)
+    assert influence[5] == pytest.approx(0, abs=1e-6)
+    search = search_on(recording, save=lambda beam: saved.append([found.to_dict() for found in beam]))
+    found = search.run(influence)
+    assert found.order[0] == 5
+    assert found.kls[0] < 1e-6
+    assert len(found.order) == LAYERS - 4
+    assert len(set(found.order)) == len(found.order)
+    again = search_on(recording).run(influence)
+    assert again.order == found.order  # same input, same ladder
+    halfway = json.loads(json.dumps(saved[1]))
+    resumed = search_on(recording).run(influence, [Found.from_dict(values) for values in halfway])
+    assert resumed.order == found.order
+
+
+def test_a_wider_search_is_no_worse_and_a_late_one_ends() -> None:
+    stack = Stack.of(tiny_model("llama"))
+    recording = Recording.of(stack, random_texts(40, 12), rows=8)
+    influence = block_influence(recording)
+    greedy = search_on(recording, beam=1, width=1).run(influence)
+    wide = search_on(recording, beam=3, width=6).run(influence)
+    assert sum(wide.kls) <= sum(greedy.kls) + 1e-9
+    late = search_on(recording, seconds=0.0).run(influence)
+    assert len(late.order) == LAYERS - 4
+
+
+def test_costs_count_maps_and_the_head_and_leave_out_the_first_token() -> None:
+    model, plan = tiny_model("llama"), decaying_plan()
+    stack = Stack.of(model)
+    repairs = random_repairs(plan, stack.hidden_size)
+    layers, head = stack.layer_bytes(), stack.head_bytes()
+    costs = Costs(stack, plan, repairs)
+    kept = sum(size for index, size in enumerate(layers) if index not in (3, 4))
+    maps = sum(part.numel() for part in repairs.at(6)[3].parts) * 4
+    assert costs.at(6) == kept + maps + head
+    steps = [costs.at(plan.depth(i)) for i in range(1, 10)]
+    assert cost_speedup(plan, stack, 10, repairs) == pytest.approx((sum(layers) + head) / (sum(steps) / 9))
+    assert cost_speedup(plan, stack, 10, Repairs()) > cost_speedup(plan, stack, 10, repairs)
+
+
+def test_a_plan_is_rescheduled_with_its_maps_counted() -> None:
+    stack = Stack.of(tiny_model("llama"))
+    plan = dd.Plan.for_speedup(LAYERS, 1.3, over_tokens=64, drop_order=ORDER)
+    repairs = random_repairs(plan, stack.hidden_size)
+    bare = plan_at_speedup(plan, stack, 1.25, 100, Repairs())
+    paid = plan_at_speedup(plan, stack, 1.25, 100, repairs)
+    assert bare.layers_executed(100) <= LAYERS * 100 / 1.25
+    assert paid.layers_executed(100) < bare.layers_executed(100)
+    costs = Costs(stack, plan, repairs)
+    assert LAYERS * 100 / float(sum(costs.in_layers(d) for d in paid.depths(100))) >= 1.25
+    assert paid.ladder == plan.ladder
+    with pytest.raises(DepthDecayError, match="cannot be reached"):
+        plan_at_speedup(plan, stack, 3, 100, repairs)
+
+
+def test_the_bound_covers_the_mean() -> None:
+    losses = np.random.default_rng(1).exponential(0.02, 64)
+    bound = upper_bound(losses.tolist())
+    error = losses.std() / 8
+    assert losses.mean() + error < bound < losses.mean() + 2.5 * error
+
+
+SMALL = Settings(
+    fit_prompts=24,
+    select_prompts=8,
+    held_out_prompts=8,
+    new_tokens=16,
+    search_prompts=16,
+    rows=8,
+    batch=8,
+    beam=1,
+    width=2,
+    maps=(FitSettings(8, 0, 0.03), FitSettings(8, 2, 0.03)),
+    ridges=(0.03,),
+    warmups=(0.0, 0.2),
+)
+
+
+def token_prompts(count: int = 60) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, 90, (count, 6)).tolist()
+
+
+def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    made = run.make(Goal(speedup=1.2))
+    made.save(tmp_path)
+    plan = dd.Plan.load(tmp_path)
+    assert plan.repairs
+    assert made.figures["promise"]["layer_speedup_with_repairs"] >= 1.2
+    assert made.figures["repaired"]["kl"] < made.figures["plain"]["kl"]
+    assert len(plan.notes["block_influence"]) == LAYERS
+    result = dd.Engine(model, plan=plan).generate([[5, 6, 7]], 16, eos_token_id=None)[0]
+    assert result.depths == list(plan.depths(16))
+    # What was measured is what the saved plan does, on the texts that were held out.
+    again = Simulator(run.held_out).measure(plan, Repairs.load(tmp_path / "repairs.safetensors"))
+    assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
+    held = {tuple(row) for batch in run.held_out.batches for row in batch.inputs.tolist()}
+    fitted = {tuple(row) for part in (run.fit, run.select) for batch in part.batches for row in batch.inputs.tolist()}
+    assert not held & fitted
+
+
+def test_a_budget_is_kept_with_its_bound_or_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    loose = run.make(Goal(max_kl=0.5)).figures["promise"]
+    assert loose["bound"] <= 0.5
+    assert loose["layer_speedup_with_repairs"] > 1
+    agreed = run.make(Goal(max_agreement_loss=0.9)).figures["promise"]
+    assert agreed["bound"] <= 0.9
+    with pytest.raises(DepthDecayError, match=r"no plan of this model keeps .* the nearest is"):
+        run.make(Goal(max_kl=1e-9))
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    rungs: list[str] = []
+
+    def interrupt(message: str) -> None:
+        if message.startswith("searching"):
+            rungs.append(message)
+            if len(rungs) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Calibration(model, None, token_prompts(), tmp_path, SMALL, say=interrupt)
+    calls: list[int] = []
+    monkeypatch.setattr("depthdecay.calibrate.run.continue_prompts", lambda *a, **k: calls.append(1))
+    said: list[str] = []
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
+    assert not calls
+    assert sum(message.startswith("searching") for message in said) == len(run.found.order) - 2
+    monkeypatch.undo()
+    fresh = Calibration(model, None, token_prompts(), tmp_path / "fresh", SMALL)
+    assert fresh.found.order == run.found.order
+    # Other settings do not take what was left.
+    other = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, seed=1))
+    assert other.found.order
+
+
+def test_continuations_keep_the_order_of_the_prompts() -> None:
+    engine = dd.Engine(tiny_model("llama"))
+    prompts = token_prompts(5)
+    prompts[2] = prompts[2] * 2
+    texts = continue_prompts(engine, prompts, 6, batch=2)
+    assert [list(text.prompt) for text in texts] == prompts
+    alone = [engine.generate([prompt], 6, do_sample=False)[0].token_ids for prompt in prompts]
+    assert [list(text.tokens) for text in texts] == alone
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"question": "a"}\n{"answer": 2}\n', "line 2 has none of the fields"),
+        ('{"question": "a"}\nnonsense\n', "line 2 is not JSON"),
+        ("[1, 2]\n", "line 1 is list"),
+        ('{"prompt": 5}\n', "line 1: prompt must be a text"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: messages must be a list"),
+        ("\n\n", "holds no prompt"),
+    ],
+)
+def test_prompts_in_a_wrong_format_are_named_by_line(content: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(DepthDecayError, match=complaint):
+        read_prompts(file)
+
+
+def test_prompts_are_split_without_overlap_and_too_few_are_refused() -> None:
+    prompts = token_prompts(40)
+    made = split_prompts(prompts * 2, None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    calibration, held_out = {tuple(p) for p in made.calibration}, {tuple(p) for p in made.held_out}
+    assert (len(calibration), len(held_out)) == (30, 10)
+    assert not calibration & held_out
+    again = split_prompts(prompts[::-1], None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    assert again.held_out == made.held_out
+    fewer = split_prompts(prompts, None, vocabulary=96, calibration=300, held_out=100, longest=None, seed=0)
+    assert (len(fewer.calibration), len(fewer.held_out)) == (30, 10)
+    with pytest.raises(DepthDecayError, match="at least 12"):
+        split_prompts(prompts[:11], None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    with pytest.raises(DepthDecayError, match="40 are longer than 5 tokens"):
+        split_prompts(prompts, None, vocabulary=96, calibration=30, held_out=10, longest=5, seed=0)
+
+
+def test_a_model_with_nan_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(DepthDecayError, match="not finite"):
+        Calibration(model, None, token_prompts(), tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("goal", [{}, {"max_kl": 0.1, "speedup": 1.2}, {"max_kl": 0.0}, {"speedup": 1.0}])
+def test_goals_must_be_one_and_sensible(goal: dict[str, float]) -> None:
+    with pytest.raises(DepthDecayError):
+        Goal(**goal)
