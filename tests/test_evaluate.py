@@ -1,0 +1,399 @@
+"""An evaluation from beginning to end on a tiny model: the same answers as the engine's, counted, kept and compared."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from saved_model import save_tiny_chat_model
+from typer.testing import CliRunner
+
+from depthdecay import Plan
+from depthdecay.cli import app
+from depthdecay.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.evaluate.answers import Answerer, Questions, end_tokens, first_stop
+from depthdecay.evaluate.methods import Contender, checked_speedups, chosen_methods
+from depthdecay.evaluate.report import compare, executed_cost_speedup, make_row
+from depthdecay.evaluate.run import Settings, block_influence, evaluate
+from depthdecay.evaluate.task import Example, Score, Task, TaskOptions
+from depthdecay.evaluate.work_file import WorkFile
+from depthdecay.models import LoadedModel, load, prompt_ids
+from depthdecay.plan import Plan as PlanType
+from depthdecay.stack import Stack
+
+LAYERS = 8
+PEERS = ("middle-out", "skipdecode", "unified", "shortgpt", "early-exit", "constant")
+
+
+class Letters(Task):
+    """A toy: right where the answer has more lower-case letters than the question has characters."""
+
+    name = "letters"
+    max_new_tokens = 12
+    stop = ("e",)
+
+    def load(self) -> list[Example]:
+        words = ["one", "twenty-two", "three hundred", "4", "five five five", "six", "seven of nine"]
+        return [Example({"word": word}, "long" if len(word) > 5 else "short") for word in words]
+
+    def prompt(self, example: Example, chat: bool) -> str:
+        return f"Say {example.data['word']}"
+
+    def score(self, example: Example, text: str) -> Score:
+        share = sum(c.islower() for c in text) / 12
+        return Score(share > 0.2, {"share": share})
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_folder: str) -> LoadedModel:
+    return load(tiny_folder, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in while there is none."""
+
+    def plan_at_speedup(plan: PlanType, stack: Stack, speedup: float, over_tokens: int) -> PlanType:
+        order = plan.ladder.drop_order
+        return Plan.for_speedup(stack.num_layers, speedup, over_tokens=over_tokens, drop_order=order)
+
+    def cost_speedup(plan: PlanType, stack: Stack, n_tokens: int) -> float:
+        return plan.num_layers * (n_tokens - 1) / (plan.layers_executed(n_tokens) - plan.num_layers)
+
+    if importlib.util.find_spec("depthdecay.budget") is None:
+        module = ModuleType("depthdecay.budget")
+        vars(module).update(plan_at_speedup=plan_at_speedup, cost_speedup=cost_speedup)
+        monkeypatch.setitem(sys.modules, "depthdecay.budget", module)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts each call of the engine was given."""
+    seen: list[int] = []
+    whole = Engine.generate
+
+    def counted(engine: Engine, prompts: Any, *arguments: Any, **settings: Any) -> Any:
+        seen.append(len(prompts))
+        return whole(engine, prompts, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    return seen
+
+
+SETTINGS = Settings(("full", "depthdecay", *PEERS), (1.5,), over_tokens=12, batch=3)
+OWN_PLAN = Plan.decay(LAYERS, 0.9, drop_order=[4, 3, 5, 2])
+
+
+def test_every_method_is_run_at_the_budget_and_compared(tiny: LoadedModel) -> None:
+    report = evaluate(tiny, Letters(TaskOptions()), SETTINGS, OWN_PLAN)
+    rows = {row.method: row for row in report.rows}
+    assert list(rows) == ["full", "depthdecay", *PEERS]
+    assert rows["full"].layers_executed == LAYERS * rows["full"].tokens
+    assert rows["full"].difference_to_full is None
+    for row in report.rows[1:]:
+        assert row.planned_layer_speedup == pytest.approx(1.5, rel=0.15)
+        assert row.layer_speedup == pytest.approx(LAYERS * row.tokens / row.layers_executed)
+        assert row.layer_speedup > 1
+        assert row.difference_to_full is not None
+        assert row.difference_to_full["value"] == pytest.approx(row.accuracy - rows["full"].accuracy)
+        assert "p" in row.difference_to_full
+        assert set(row.measures["share"]["difference_to_full"]) >= {"value", "low", "high"}
+        assert set(row.groups) == {"short", "long"}
+        assert row.group_mean == pytest.approx((row.groups["short"]["accuracy"] + row.groups["long"]["accuracy"]) / 2)
+    for row in report.rows:
+        assert len(row.correct) == row.n == 7
+        assert row.accuracy == row.correct.count("1") / 7
+    assert [found["peer"] for found in report.comparisons] == list(PEERS)
+    json.dumps(report.to_dict())
+
+
+def test_answers_are_the_engines_own_whatever_the_batch(tiny: LoadedModel, calls: list[int]) -> None:
+    task = Letters(TaskOptions())
+    prompts = [prompt_ids(tiny.tokenizer, task.prompt(example, True)) for example in task.examples]
+    plan = Plan.for_speedup(LAYERS, 1.5, over_tokens=12)
+    engine = Engine(tiny.model, tiny.tokenizer, plan)
+    alone = [engine.generate([prompt], 12, do_sample=False)[0] for prompt in prompts]
+    calls.clear()
+    for batch in (1, 3, 64):
+        asked = Answerer(tiny.model, tiny.tokenizer, Questions(prompts, 12, batch), WorkFile(None), "").ask(plan)
+        assert [answer.text for answer in asked.answers] == [result.text for result in alone]
+        assert [answer.layers for answer in asked.answers] == [result.layers_executed for result in alone]
+        assert [batch.is_cold for batch in asked.batches] == [True] + [False] * (len(asked.batches) - 1)
+    # The last batch of three is filled up, and none is larger than there are questions.
+    assert calls == [1] * 7 + [3] * 3 + [7]
+
+
+def test_longest_prompts_come_first() -> None:
+    questions = Questions([[1], [1, 2, 3], [1, 2], [4, 5, 6]], 5, batch=2)
+    assert list(questions.batches()) == [[1, 3], [2, 0]]
+
+
+def test_a_stop_string_ends_text_and_count_as_in_the_engine(tiny: LoadedModel) -> None:
+    """Found afterwards, as if the engine had looked for it after every token."""
+    plan = Plan.for_speedup(LAYERS, 1.3, over_tokens=12)
+    engine = Engine(tiny.model, tiny.tokenizer, plan)
+    prompts = [[9, 40, 77], [100, 101], [5, 6, 7, 8], [200, 9]]
+    free = [result.text for result in engine.generate(prompts, 30, do_sample=False)]
+    # Whole characters: bytes of a random model may be none, and how those look changes with what follows.
+    stop = tuple(next(c for c in text[place:] if c.isascii()) for text, place in ((free[0], 4), (free[1], 7)))
+    wanted = engine.generate(prompts, 30, do_sample=False, stop=list(stop))
+    asked = Answerer(tiny.model, tiny.tokenizer, Questions(prompts, 30, 4, stop), WorkFile(None), "").ask(plan)
+    assert [answer.text for answer in asked.answers] == [result.text for result in wanted]
+    assert [answer.tokens for answer in asked.answers] == [len(result.token_ids) for result in wanted]
+    assert [answer.layers for answer in asked.answers] == [result.layers_executed for result in wanted]
+    assert any(len(result.token_ids) < 30 for result in wanted)
+
+
+def test_a_token_that_holds_a_stop_string_ends_its_row(tiny: LoadedModel) -> None:
+    ends = end_tokens(tiny.model, tiny.tokenizer, ("e", "ab"))
+    assert [tiny.tokenizer.decode([token]) for token in ends] == ["e"]  # type: ignore[union-attr]
+    assert end_tokens(tiny.model, tiny.tokenizer, ()) == [-1]
+    assert first_stop("xaby", ("y", "ab")) == 1
+    assert first_stop("xyz", ("a",)) is None
+
+
+# Going on after an interruption
+
+
+def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, few = Letters(TaskOptions()), Settings(("full", "depthdecay", "unified"), (1.5,), over_tokens=12, batch=3)
+    undisturbed = evaluate(tiny, task, few, OWN_PLAN)
+    whole, number = Engine.generate, 0
+
+    def interrupted(engine: Engine, *arguments: Any, **settings: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number == 6:
+            raise KeyboardInterrupt
+        return whole(engine, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    result = tmp_path / "r.json"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+    file = tmp_path / "r.json.partial.jsonl"
+    assert len(file.read_text().splitlines()) == 5
+    with file.open("a") as torn:  # killed in the middle of a line
+        torn.write('{"key": "x", "numb')
+    again = evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+    assert number == 6 + 3 * 3 - 5
+    assert [row.correct for row in again.rows] == [row.correct for row in undisturbed.rows]
+    assert [row.layers_executed for row in again.rows] == [row.layers_executed for row in undisturbed.rows]
+    # All is there now, so a third run asks nothing.
+    evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+    assert number == 6 + 3 * 3 - 5
+
+
+@pytest.mark.parametrize("change", ["plan", "tokens", "batch", "data", "weights"])
+def test_nothing_is_taken_over_from_another_run(
+    tiny: LoadedModel, tmp_path: Path, calls: list[int], change: str
+) -> None:
+    work = tmp_path / "w.jsonl"
+    task, settings, plan = Letters(TaskOptions()), Settings(("depthdecay",), batch=4, max_new_tokens=5), OWN_PLAN
+    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    calls.clear()
+    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    assert calls == []
+    if change == "plan":
+        plan = Plan.decay(LAYERS, 0.8, drop_order=[4, 3, 5, 2])
+    elif change == "tokens":
+        settings = Settings(("depthdecay",), batch=4, max_new_tokens=6)
+    elif change == "batch":
+        settings = Settings(("depthdecay",), batch=3, max_new_tokens=5)
+    elif change == "data":
+        task = Letters(TaskOptions(limit=2))
+    else:
+        other = load(save_tiny_chat_model(tmp_path / "other", seed=1, max_position_embeddings=2048), device="cpu")
+        tiny = other
+    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    assert calls
+
+
+# Figures
+
+
+def test_cost_is_weighed_by_steps() -> None:
+    """Answers of 3 and 11 tokens take 2 and 10 steps; at half the cost and at a fifth: 12 / (2/2 + 10/5)."""
+    cost = {3: 2.0, 11: 5.0}
+    assert executed_cost_speedup([3, 11, 1], lambda length: cost[length]) == pytest.approx(4.0)
+    assert executed_cost_speedup([1, 1], lambda length: 1 / 0) == 1.0
+
+
+def test_cold_batches_are_not_timed(tiny: LoadedModel) -> None:
+    from depthdecay.evaluate.answers import Answer, Answers, Batch
+
+    def row(method: str, seconds: float) -> Any:
+        answer = Answer("x", 11, 88)
+        batches = [Batch([answer], 10, 100.0, 1.0, True), Batch([answer], 10, seconds, 1.0, False)]
+        scores, examples = [Score(True), Score(False)], [Example({}), Example({})]
+        contender = Contender(method, None, None)
+        return make_row(contender, 8, 256, Answers([answer, answer], batches), scores, examples, lambda n: 1.0)
+
+    full, other = row("full", 2.0), row("unified", 1.0)
+    compare([full, other])
+    assert full.ms_per_step == pytest.approx(200)
+    assert full.tokens_per_second == pytest.approx(5)
+    assert full.decode_seconds == 102
+    assert other.wall_clock_speedup == pytest.approx(2)
+
+
+def test_batches_are_compared_one_by_one() -> None:
+    from depthdecay.evaluate.answers import Answer, Answers, Batch
+
+    def row(method: str, seconds: list[float], cold: int) -> Any:
+        answer = Answer("x", 11, 88)
+        batches = [Batch([answer], 10, s, 1.0, number == cold) for number, s in enumerate(seconds)]
+        many = [answer] * len(seconds)
+        scores, examples = [Score(True)] * len(seconds), [Example({})] * len(seconds)
+        contender = Contender(method, None, None)
+        return make_row(contender, 8, 256, Answers(many, batches), scores, examples, lambda n: 1.0)
+
+    full, other = row("full", [9.0, 4.0, 2.0, 1.0], cold=0), row("unified", [5.0, 2.0, 9.0, 0.25], cold=2)
+    compare([full, other])
+    assert other.wall_clock_speedup == pytest.approx((4 / 2 + 1 / 0.25) / 2)
+    resumed = [row("full", [9.0, 4.0], cold=0), row("unified", [5.0, 2.0], cold=1)]
+    compare(resumed)
+    assert resumed[1].wall_clock_speedup == pytest.approx(4 / 5)  # no batch warm in both
+
+
+def test_layer_scores_come_from_the_plan_first(tiny: LoadedModel) -> None:
+    stack = Stack.of(tiny.model)
+    noted = Plan(OWN_PLAN.ladder, OWN_PLAN.schedule, "decay", notes={"block_influence": [1, 2, 3, 4, 5, 6, 7, 8]})
+    assert block_influence(tiny.tokenizer, stack, noted) == [1, 2, 3, 4, 5, 6, 7, 8]
+    measured = block_influence(tiny.tokenizer, stack, OWN_PLAN)
+    assert len(measured) == LAYERS
+    assert all(0 < score < 2 for score in measured)
+
+
+# What is run
+
+
+def test_what_is_run_by_default() -> None:
+    assert chosen_methods(None, None, has_plan=True) == ("full", "depthdecay")
+    assert chosen_methods(None, None, has_plan=False) == ("full",)
+    assert chosen_methods(None, ["1.5"], has_plan=False) == ("full", "middle-out")
+    assert checked_speedups(["1.5", "1.25", "1.50"]) == (1.5, 1.25)
+
+
+def test_a_plan_without_budgets_is_run_as_it_stands(tiny: LoadedModel) -> None:
+    report = evaluate(tiny, Letters(TaskOptions()), Settings(("full", "depthdecay"), over_tokens=12), OWN_PLAN)
+    assert [(row.method, row.asked_speedup) for row in report.rows] == [("full", None), ("depthdecay", None)]
+    assert report.rows[1].plan == OWN_PLAN.describe()
+
+
+def test_a_plan_for_another_model_is_refused_before_anything_runs(tiny: LoadedModel, calls: list[int]) -> None:
+    with pytest.raises(DepthDecayError, match="for 12 layers"):
+        evaluate(tiny, Letters(TaskOptions()), Settings(("full", "depthdecay")), Plan.decay(12, 0.9))
+    assert calls == []
+
+
+def test_a_prompt_too_long_for_the_context_is_refused(tiny: LoadedModel) -> None:
+    with pytest.raises(DepthDecayError, match=r"longest prompt .* context of 2048"):
+        evaluate(tiny, Letters(TaskOptions()), Settings(max_new_tokens=2040))
+
+
+# The command
+
+
+def test_help_and_refusals_do_not_import_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from depthdecay.cli import app\n"
+        "assert CliRunner().invoke(app, ['eval', '--help']).exit_code == 0\n"
+        "assert CliRunner().invoke(app, ['eval', '--task', 'chess']).exit_code == 2\n"
+        "assert not {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> str:
+    path = tmp_path / "test.jsonl"
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["eval", *arguments])
+
+
+def test_the_command_writes_a_result_file(tiny_folder: str, gsm8k: str, tmp_path: Path) -> None:
+    plan = OWN_PLAN.save(tmp_path / "plan.json")
+    target, answers = tmp_path / "result.json", tmp_path / "answers.jsonl"
+    words = ["--model", tiny_folder, "--task", "gsm8k", "--data", gsm8k, "--plan", str(plan), "--limit", "3"]
+    budget = [
+        "--methods",
+        "full,depthdecay,unified",
+        "--speedups",
+        "1.2,1.5",
+        "--over",
+        "12",
+        "-n",
+        "6",
+        "--batch",
+        "2",
+    ]
+    result = run(*words, *budget, "--json", str(target), "--answers", str(answers))
+    assert result.exit_code == 0, result.output
+    assert "unified 1.5x" in result.stdout
+    assert "full: batch 2 of 2" in result.stderr
+    written = json.loads(target.read_text())
+    assert {"command", "machine", "versions", "commit", "model", "task", "settings"} <= written.keys()
+    assert [(row["method"], row["asked_speedup"]) for row in written["rows"]] == [
+        ("full", None),
+        ("depthdecay", 1.2),
+        ("unified", 1.2),
+        ("depthdecay", 1.5),
+        ("unified", 1.5),
+    ]
+    assert written["settings"]["asked"] == "0-shot chat"
+    assert [found["peer"] for found in written["comparisons"]] == ["unified", "unified"]
+    assert str(tmp_path) not in target.read_text()
+    assert not list(tmp_path.glob("*.partial.jsonl"))
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(lines) == 5 * 3
+    assert [line["correct"] for line in lines[:3]] == [digit == "1" for digit in written["rows"][0]["correct"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "chess"], "no task 'chess'"),
+        (["--methods", "best"], "no method 'best'"),
+        (["--methods", "depthdecay"], "give it with --plan"),
+        (["--methods", "unified"], "add --speedups"),
+        (["--speedups", "fast"], "--speedups is 'fast'"),
+        (["--speedups", "0.5"], "holds 0.5"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--over", "0"], "--over is 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--data", "/no/such/file"], "cannot be read"),
+        (["--plan", "/no/such/plan"], "plan"),
+        (["--json", "/no/such/folder/x.json"], "cannot write"),
+        (["--subtasks", "snarks"], "--subtasks means nothing"),
+        (["--speedups", "40", "--methods", "unified"], "cannot be reached"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(tiny_folder: str, gsm8k: str, words: list[str], message: str) -> None:
+    given = {"--model": tiny_folder, "--task": "gsm8k", "--data": gsm8k} | dict(
+        zip(words[::2], words[1::2], strict=True)
+    )
+    result = run(*(word for pair in given.items() for word in pair))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
