@@ -1,0 +1,114 @@
+"""`depthdecay analyze`: figures about a model, its layers and a plan, and about result files of `eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import out_console, working
+from depthdecay.errors import DepthDecayError
+from depthdecay.schedule import whole_number
+
+if TYPE_CHECKING:
+    from depthdecay.figures import Chart
+    from depthdecay.plan import Plan
+
+_PANEL = "Measurement"
+
+
+def analyze(
+    out: Annotated[str, typer.Option(help="A folder for the figures; made where it is not there.")],
+    more_results: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --results, as *.json gives them.")
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="A .jsonl or .txt file to measure on; without it, only --results is drawn."),
+    ] = None,
+    results: Annotated[
+        list[str] | None, typer.Option(help="Result files of depthdecay eval --json: speed against quality.")
+    ] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    limit: Annotated[int, typer.Option(help="Prompts to measure on.", rich_help_panel=_PANEL)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.", rich_help_panel=_PANEL)] = 200,
+) -> None:
+    """Draw what a model's text and layers are like by position, what a plan costs, and speed against quality."""
+    whole_number("--limit", limit, 1)
+    whole_number("--new-tokens", new_tokens, 2)
+    files = [*(results or []), *(more_results or [])]
+    if prompts is None and not files:
+        raise DepthDecayError("there is nothing to analyze; give --prompts to measure on, or --results to draw")
+    if prompts is None and plan is not None:
+        raise DepthDecayError("--plan was given without --prompts, on which it would be measured")
+
+    from depthdecay.analyze import read_quality
+    from depthdecay.figures import quality_chart, require_drawing
+
+    require_drawing()
+    charts = [quality_chart(read_quality(files))] if files else []
+    folder = make_folder(out)
+    if prompts is not None:
+        stored = opt.PlanOptions(plan).load()
+        options = opt.ModelOptions(
+            model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
+        )
+        charts = [*_measured(options, prompts, stored, limit, new_tokens, folder), *charts]
+    _write(folder, charts)
+
+
+def _measured(
+    options: opt.ModelOptions, prompts: str, plan: Plan | None, limit: int, new_tokens: int, folder: Path
+) -> list[Chart]:
+    """Measure, and write what was measured beside the figures, with the command and the machine."""
+    with working("preparing …") as say:
+        from depthdecay.analyze import analyze as measure
+        from depthdecay.analyze import charts, fitting_prompts
+        from depthdecay.calibrate.continuations import read_prompts
+        from depthdecay.results import write_result
+
+        texts = read_prompts(prompts)
+        say(f"loading {options.model}")
+        loaded = options.load(quiet=True)
+        engine = options.engine(loaded, plan)
+        analysis = measure(engine, fitting_prompts(engine, texts, limit, new_tokens), new_tokens, say)
+    settings = {
+        # A path says where a model lies on this machine, which is nobody else's.
+        "model": Path(loaded.name).name if Path(loaded.name).is_absolute() else loaded.name,
+        "plan": None if plan is None else opt.plan_dict(plan),
+        "new_tokens": new_tokens,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+    }
+    write_result(folder / "analysis.json", settings | analysis.to_dict())
+    return charts(analysis, plan, new_tokens)
+
+
+def _write(folder: Path, charts: list[Chart]) -> None:
+    from depthdecay.figures import write_chart
+
+    console = out_console()
+    with working("drawing …") as say:
+        for chart in charts:
+            say(f"drawing {chart.name}")
+            for file in write_chart(folder, chart):
+                console.print(str(file), markup=False)
+
+
+def make_folder(path: str) -> Path:
+    """The folder to write to, refused before anything long runs."""
+    try:
+        folder = Path(path).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DepthDecayError(f"cannot write to the folder '{path}': {error.strerror or error}") from None
+    except ValueError:
+        raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
+    return folder
