@@ -11,11 +11,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from depthdecay.cli.analyze import analyze
 from depthdecay.cli.bench import bench
+from depthdecay.cli.calibrate import calibrate
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
+from depthdecay.cli.eval import eval_command
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
+from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
 from depthdecay.demo import demo
 from depthdecay.errors import DepthDecayError
 
@@ -89,7 +93,11 @@ app.command()(chat)
 app.command()(info)
 app.command()(check)
 app.command()(bench)
+app.command()(calibrate)
+app.command()(analyze)
+app.command("eval")(eval_command)
 app.command()(demo)
+app.command("lm-eval", context_settings=PASS_THROUGH)(lm_eval)
 
 
 def main() -> None:
