@@ -310,7 +310,7 @@ SMALL = Settings(
     width=2,
     maps=(FitSettings(8, 0, 0.03), FitSettings(8, 2, 0.03)),
     ridges=(0.03,),
-    warmups=(0.0, 0.2),
+    warmups=(0.2,),
 )
 
 

@@ -59,14 +59,32 @@ def stored_plan(plan: Plan, speedup: float) -> Plan:
 
 
 def plan_at_speedup(
-    plan: Plan, stack: Stack, speedup: Number, over_tokens: int, repairs: Repairs | None = None, warmup_tokens: int = 0
+    plan: Plan,
+    stack: Stack,
+    speedup: Number,
+    over_tokens: int,
+    repairs: Repairs | None = None,
+    *,
+    warmup_tokens: int | None = None,
+    min_layers: int | None = None,
 ) -> Plan:
     """The plan's ladder and repairs with another schedule: the slowest decay that reaches this layer speed-up.
 
-    Repair maps count as the layers that they weigh, so a repaired plan executes fewer layers than a plain one.
+    Repair maps count as the layers that they weigh, so a repaired plan executes fewer layers than a plain one. The
+    plan's own warm-up and least depth are kept where not given; where they stand in the way of the speed-up, the least
+    depth becomes the ladder's.
     """
+    own = plan.schedule if isinstance(plan.schedule, PowerSchedule) else None
+    if warmup_tokens is None:
+        warmup_tokens = own.warmup_tokens if own else 0
+    if min_layers is None and own is not None and own.min_layers > plan.ladder.min_layers:
+        try:
+            settings = {"warmup_tokens": warmup_tokens, "min_layers": own.min_layers}
+            return plan_at_speedup(plan, stack, speedup, over_tokens, repairs, **settings)
+        except DepthDecayError:
+            pass
     costs = Costs(stack, plan, repairs)
-    lowest = max(1, plan.ladder.min_layers)
+    lowest = max(1, plan.ladder.min_layers, min_layers or 0)
     wanted = Fraction(exact_decimal("speed-up", speedup))
     full = plan.num_layers * over_tokens
 

@@ -108,6 +108,13 @@ class Moments:
         return Repair(start, end, *(part.contiguous() for part in parts))
 
 
+def stored(repair: Repair, example: torch.Tensor) -> Repair:
+    """The map as it will be saved and run: 16 bits, also for a model of 32, on the example's device."""
+    if example.dtype != torch.float32:
+        return repair.to(example.device, example.dtype)
+    return repair.to(example.device, torch.float16).to(example.device, torch.float32)
+
+
 def _as_matrix(repair: Repair) -> torch.Tensor:
     """The map on features: linear part, then neurons."""
     linear = (repair.up.double() @ repair.down.double()).T
@@ -184,7 +191,7 @@ class Trace:
         moments = Moments(states[0].shape[-1], states[0].device, known)
         for batch, state in zip(batches, states, strict=True):
             moments.add(state[batch.valid], batch.states[end][batch.valid])
-        return moments.solve(layer, end, settings).to(states[0].device, states[0].dtype)
+        return stored(moments.solve(layer, end, settings), states[0])
 
 
 _SAMPLE = 4096  # tokens that are enough to tell strong neurons from weak ones
@@ -245,4 +252,4 @@ def _fit_part(
     for batch, state in zip(recording.batches, states, strict=True):
         valid = batch.valid[:, part]
         moments.add(state[:, part][valid], batch.states[behind][:, part][valid])
-    return moments.solve(layer, behind, settings, prior).to(states[0].device, states[0].dtype)
+    return stored(moments.solve(layer, behind, settings, prior), states[0])

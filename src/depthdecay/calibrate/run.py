@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,6 @@ from depthdecay.identity import identity
 from depthdecay.ladder import Ladder, runs_of
 from depthdecay.plan import Plan
 from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
-from depthdecay.schedule import PowerSchedule
 from depthdecay.stack import Stack
 
 Say = Callable[[str], None]
@@ -70,11 +70,11 @@ class Goal:
 class Settings:
     """How much is measured. The defaults of `for_device` suit a GPU, or two cores and a small model."""
 
-    fit_prompts: int = 512
+    fit_prompts: int = 1024
     select_prompts: int = 64  # never fitted on: the search and all choices are decided by them
     held_out_prompts: int = 128  # seen once, for the figures that the plan promises
     new_tokens: int = 200
-    search_prompts: int = 192  # of the fit prompts; the search fits many maps and needs fewer texts for it
+    search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
     rows: int = 32
     batch: int = 128
     beam: int = 2
@@ -91,7 +91,11 @@ class Settings:
         FitSettings(512, 1024),
     )
     ridges: tuple[float, ...] = (0.01,)
-    warmups: tuple[float, ...] = (0.0, 0.1, 0.2)  # shares of the horizon
+    warmups: tuple[float, ...] = (0.05, 0.15)  # shares of the horizon, besides none
+
+    def share_for(self, speedup: float) -> float:
+        """How far down a ladder is needed for a speed-up: some layers below the mean depth."""
+        return min(max(1 / speedup - 0.14, 0.1), 0.9)
 
     @classmethod
     def for_device(cls, device: torch.device) -> Settings:
@@ -112,8 +116,16 @@ class Settings:
             minutes=3.0,
             maps=(FitSettings(64, 64, 0.03),),
             ridges=(),
-            warmups=(0.0, 0.15),
+            warmups=(0.15,),
         )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decay apart from its speed: where it ends, and after which share of the horizon it begins."""
+
+    floor: int
+    warmup: float = 0.0
 
 
 @dataclass
@@ -168,7 +180,7 @@ class Calibration:
         self.found = self._search()
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
-        self._chosen: tuple[FitSettings, list[dict[str, Any]]] | None = None
+        self._size: FitSettings | None = None  # once chosen
 
     def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
         settings = self.settings
@@ -257,87 +269,131 @@ class Calibration:
         self._traces[settings] = trace, maps
         return Repairs(maps)
 
-    def plan_at(self, speedup: float, settings: FitSettings, warmup: float = 0.0) -> Plan:
+    def plan_at(self, speedup: float, settings: FitSettings, shape: Shape) -> Plan:
         """The ladder with the decay that reaches a speed-up, maps of this size counted."""
         sizes = _sizes_of_maps(self.ladder_plan, self.stack, settings)
         tokens = self.settings.new_tokens
         return plan_at_speedup(
-            self.ladder_plan, self.stack, round(speedup, 4), tokens, sizes, warmup_tokens=int(warmup * tokens)
+            self.ladder_plan,
+            self.stack,
+            round(speedup, 4),
+            tokens,
+            sizes,
+            warmup_tokens=int(shape.warmup * tokens),
+            min_layers=shape.floor,
         )
 
-    def repaired(self, speedup: float, settings: FitSettings, warmup: float) -> tuple[Plan, Repairs]:
+    def loss_at(self, speedup: float, settings: FitSettings, shape: Shape) -> float:
+        """KL on the texts to choose by, with maps fitted at constant depths."""
+        plan = self.plan_at(speedup, settings, shape)
+        visited = reached_depths(plan)
+        maps = self.constant_maps(settings, min(visited, default=plan.num_layers))
+        return Simulator(self.select).measure(plan, maps.only(set(visited))).kl
+
+    def choose_shape(self, speedup: float, settings: FitSettings) -> tuple[Shape, list[dict[str, Any]]]:
+        """How deep the decay goes before it holds its depth, and how long it waits.
+
+        KL grows faster than the number of dropped layers, so a decay that stops early costs less than one that goes
+        deep late; but later tokens are easier. Which of the two weighs more is measured.
+        """
+        tried: list[dict[str, Any]] = []
+
+        def attempt(shape: Shape) -> float:
+            try:
+                kl = self.loss_at(speedup, settings, shape)
+            except DepthDecayError:  # not reachable: the floor is too high, or the ladder too short
+                return math.inf
+            tried.append({"min_layers": shape.floor, "warmup": shape.warmup, "kl": kl})
+            self.say(f"  KL {kl:.5f} at {speedup:g}x down to {shape.floor} layers, warm-up {shape.warmup:g}")
+            return kl
+
+        least = self.stack.num_layers - len(self.found.order)
+        best, shape, worse = math.inf, Shape(least), 0
+        for floor in range(int(self.stack.num_layers / speedup), least - 1, -1):
+            kl = attempt(Shape(floor))
+            worse = worse + 1 if kl >= best and math.isfinite(best) else 0
+            if kl < best:
+                best, shape = kl, Shape(floor)
+            if worse == 2:  # it only gets deeper from here
+                break
+        if not math.isfinite(best):
+            self.plan_at(speedup, settings, Shape(least))  # says why
+        for warmup in self.settings.warmups:
+            kl = attempt(replace(shape, warmup=warmup))
+            if kl < best:
+                best, shape = kl, replace(shape, warmup=warmup)
+        return shape, tried
+
+    def choose(self, speedup: float) -> tuple[FitSettings, Shape, list[dict[str, Any]]]:
+        """Shape of the decay, size of maps and ridge with the lowest KL at this speed-up.
+
+        On texts that nothing was fitted on. Further plans of one run differ in speed, hardly in the best size, so that
+        one is chosen once.
+        """
+        if self._size is not None:
+            shape, tried = self.choose_shape(speedup, self._size)
+            return self._size, shape, tried
+        first = self.settings.maps[0]
+        shape, tried = self.choose_shape(speedup, first)
+        best: dict[FitSettings, float] = {}
+
+        def attempt(settings: FitSettings) -> None:
+            if settings in best:
+                return
+            try:
+                kl = self.loss_at(speedup, settings, shape)
+            except DepthDecayError:
+                # Larger maps cost more, which may take one layer more than this floor leaves.
+                deeper = replace(shape, floor=max(shape.floor - 1, self.stack.num_layers - len(self.found.order)))
+                try:
+                    kl = self.loss_at(speedup, settings, deeper)
+                except DepthDecayError:
+                    return
+            best[settings] = kl
+            tried.append({"rank": settings.rank, "neurons": settings.neurons, "ridge": settings.ridge, "kl": kl})
+            self.say(f"  KL {kl:.5f} with rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}")
+
+        for settings in self.settings.maps:
+            attempt(settings)
+        for ridge in self.settings.ridges:
+            attempt(replace(min(best, key=lambda size: best[size]), ridge=ridge))
+        self._size = min(best, key=lambda size: best[size])
+        if self._size != first:
+            shape, more = self.choose_shape(speedup, self._size)
+            tried += more
+        return self._size, shape, tried
+
+    def repaired(self, speedup: float, settings: FitSettings, shape: Shape) -> tuple[Plan, Repairs]:
         """A plan for a speed-up with its maps: at constant depths, then again for the positions that it runs there.
 
         Two depths more have maps than the plan visits, so that it can be re-scheduled; deeper, its ladder ends.
         """
-        plan = self.plan_at(speedup, settings, warmup)
+        plan = self.plan_at(speedup, settings, shape)
         visited = reached_depths(plan)
         lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - 2)
         constant = self.constant_maps(settings, lowest)
         self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons a layer")
         fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
         maps = {depth: maps for depth, maps in constant.at_depth.items() if depth >= lowest} | dict(fitted.at_depth)
-        order = plan.ladder.drop_order[: plan.num_layers - lowest]
-        ladder = Ladder(plan.num_layers, order)
-        assert isinstance(plan.schedule, PowerSchedule)
-        schedule = replace(plan.schedule, min_layers=max(1, ladder.min_layers))
-        return replace(plan, ladder=ladder, schedule=schedule), Repairs(maps)
-
-    def choose_settings(self, speedup: float) -> tuple[FitSettings, float, list[dict[str, Any]]]:
-        """Size of maps, ridge and warm-up with the lowest KL at this speed-up, on texts that nothing was fitted on."""
-        tried: list[dict[str, Any]] = []
-        best: dict[tuple[FitSettings, float], float] = {}
-
-        def attempt(settings: FitSettings, warmup: float) -> None:
-            if (settings, warmup) in best:
-                return
-            try:
-                plan, repairs = self.repaired(speedup, settings, warmup)
-            except DepthDecayError as error:  # this size, at this speed, goes below the ladder
-                tried.append({"settings": repr(settings), "warmup": warmup, "error": str(error)})
-                return
-            kl = Simulator(self.select).measure(plan, repairs).kl
-            best[settings, warmup] = kl
-            tried.append(
-                {
-                    "rank": settings.rank,
-                    "neurons": settings.neurons,
-                    "ridge": settings.ridge,
-                    "warmup": warmup,
-                    "kl": kl,
-                }
-            )
-            self.say(f"  KL {kl:.5f} with {settings}, warm-up {warmup:g}")
-
-        for settings in self.settings.maps if self._chosen is None else (self._chosen[0],):
-            attempt(settings, self.settings.warmups[0])
-        if not best:
-            raise DepthDecayError(tried[0]["error"])
-        size = min(best, key=lambda key: best[key])[0]
-        for ridge in self.settings.ridges if self._chosen is None else ():
-            attempt(replace(size, ridge=ridge), self.settings.warmups[0])
-        size = min(best, key=lambda key: best[key])[0]
-        for warmup in self.settings.warmups[1:]:
-            attempt(size, warmup)
-        chosen = min(best, key=lambda key: best[key])
-        self._chosen = chosen[0], tried  # further plans of the same run differ in speed, hardly in the best size
-        return *chosen, tried
+        ladder = Ladder(plan.num_layers, plan.ladder.drop_order[: plan.num_layers - lowest])
+        return replace(plan, ladder=ladder), Repairs(maps)
 
     def make(self, goal: Goal) -> Calibrated:
         """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
         if goal.speedup is not None:
-            settings, warmup, tried = self.choose_settings(goal.speedup)
-            return self._finish(goal, goal.speedup, settings, warmup, tried)
+            return self._finish(goal, goal.speedup, *self.choose(goal.speedup))
         assert goal.budget is not None
         speedup = self._fastest_guess(goal)
-        settings, warmup, tried = self.choose_settings(speedup)
+        settings, shape, tried = self.choose(speedup)
         nearest: Calibrated | None = None
         while speedup >= _LEAST_SPEEDUP:
-            made = self._finish(goal, speedup, settings, warmup, tried)
+            made = self._finish(goal, speedup, settings, shape, tried)
             if made.figures["promise"]["bound"] <= goal.budget:
                 return made
             nearest = made
             speedup = 1 + (speedup - 1) * 0.85
+            shape, more = self.choose_shape(speedup, settings)
+            tried += more
         words = "no plan was found"
         if nearest is not None:
             promise = nearest.figures["promise"]
@@ -352,13 +408,13 @@ class Calibration:
     def _fastest_guess(self, goal: Goal) -> float:
         """A speed-up to start from: bisection on texts to choose by, with maps of the first size at constant depths."""
         assert goal.budget is not None
-        settings = self.settings.maps[0] if self._chosen is None else self._chosen[0]
+        settings = self._size or self.settings.maps[0]
         maps = self.constant_maps(settings, self.stack.num_layers - len(self.found.order))
         low, high = 1.0, self.fastest(settings)
         simulator = Simulator(self.select)
         for _ in range(7):
             middle = (low + high) / 2
-            plan = self.plan_at(middle, settings)
+            plan = self.plan_at(middle, settings, Shape(self.stack.num_layers - len(self.found.order)))
             loss = goal.loss(simulator.measure(plan, maps.only(set(reached_depths(plan)))))
             self.say(f"at {middle:.3f}x the loss is {loss:.4f}")
             low, high = (middle, high) if loss <= goal.budget else (low, middle)
@@ -370,17 +426,17 @@ class Calibration:
         for _ in range(12):
             middle = (low + high) / 2
             try:
-                self.plan_at(middle, settings)
+                self.plan_at(middle, settings, Shape(self.stack.num_layers - len(self.found.order)))
                 low = middle
             except DepthDecayError:
                 high = middle
         return low
 
     def _finish(
-        self, goal: Goal, speedup: float, settings: FitSettings, warmup: float, tried: list[dict[str, Any]]
+        self, goal: Goal, speedup: float, settings: FitSettings, shape: Shape, tried: list[dict[str, Any]]
     ) -> Calibrated:
         """Fit, and measure on held-out text."""
-        plan, repairs = self.repaired(speedup, settings, warmup)
+        plan, repairs = self.repaired(speedup, settings, shape)
         simulator = Simulator(self.held_out)
         self.say("measuring on held-out text")
         measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
@@ -410,7 +466,8 @@ class Calibration:
                 "rank": settings.rank,
                 "neurons a layer": settings.neurons,
                 "ridge": settings.ridge,
-                "warm-up tokens": int(warmup * tokens),
+                "least layers": shape.floor,
+                "warm-up tokens": int(shape.warmup * tokens),
                 "new tokens": tokens,
                 "calibration prompts": self.fit.prompts,
                 "calibration tokens": self.fit.tokens,

@@ -79,7 +79,7 @@ def bench(
         else:
             loaded = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype).load(quiet=True)
             network, name = loaded.model, loaded.name
-        used: Plan | None = stored or plan_options.make(opt.num_layers(network), new_tokens)
+        used: Plan | None = plan_options.choose(network, name, stored, new_tokens)
         assert used is not None
         # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
         fitting = [method for method in METHODS if place.type == "cuda" or method != "generate-static"]

@@ -106,6 +106,8 @@ def calibrate(
     }
     settings = replace(settings, **given, seed=seed)
     settings = replace(settings, minutes=minutes) if minutes is not None else settings
+    if goal.speedup is not None:
+        settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup, *others])))
     settings = _with_sizes(settings, repair_rank, repair_neurons)
     with working("calibrating …", lasting=True) as say:
         run = Calibration(

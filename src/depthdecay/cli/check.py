@@ -39,7 +39,7 @@ def check(
     stored = plan_options.load()
     options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
     loaded = options.load(quiet=as_json)
-    chosen = stored or plan_options.make(opt.num_layers(loaded.model), new_tokens)
+    chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
 
     from depthdecay.check import check_model, default_plan
 
