@@ -429,3 +429,114 @@ def test_in_a_terminal_show_depth_colours_and_draws(tiny: str) -> None:
     assert "\x1b[38;" in text
     assert "│" in text
     assert "layer speed-up" in text
+
+
+# --- calibration ----------------------------------------------------------------------------------------------------
+
+
+SMALLEST = (
+    *("--fit-prompts", "8", "--held-out-prompts", "4", "--new-tokens", "8", "--width", "1"),
+    *("--repair-rank", "2", "--repair-neurons", "0"),
+)
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"question": f"what is {i} and {i + 3}?"}) + "\n" for i in range(40)))
+    return str(file)
+
+
+def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "plan")
+    arguments = ("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST)
+    result = run(*arguments, "--speedup", "1.2", "--also", "1.1")
+    assert result.exit_code == 0, result.output
+    assert "held out: KL" in result.stdout
+    assert "promise" not in result.stdout  # a speed-up was asked for, no quality
+    files = {file.name for file in (tmp_path / "plan").iterdir()}
+    assert files == {"plan.json", "repairs.safetensors", "calibration.json", "report.html", "speedup-1.1"}
+    figures = json.loads((tmp_path / "plan" / "calibration.json").read_text())
+    assert {"command", "machine", "versions", "promise", "repaired", "plain", "choices"} <= figures.keys()
+    assert str(tmp_path) not in (tmp_path / "plan" / "report.html").read_text()
+    answer = json.loads(run("generate", "-m", tiny, "--plan", folder, "-n", "8", "--json", "hello").stdout)
+    assert answer["mode"] == "decay"
+    assert answer["plan"]["repairs"] == "repairs.safetensors"
+    assert min(answer["depths"]) < LAYERS
+    faster = run("generate", "-m", tiny, "--plan", folder, "--speedup", "1.1", "-n", "8", "--json", "hello")
+    assert json.loads(faster.stdout)["layer_speedup"] >= 1.1
+    assert "with --plan" in refused(
+        "generate", "-m", tiny, "--plan", folder, "--speedup", "1.1", "--core-head", "1", "x"
+    )
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 3)
+    measured = run(
+        "eval", "-m", tiny, "--plan", folder, "--task", "gsm8k", "--data", str(data), "-n", "8", "--speedups", "1.1"
+    )
+    assert measured.exit_code == 0, measured.output
+
+
+def test_a_budget_that_no_plan_keeps_saves_nothing(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "plan"
+    arguments = ("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", str(folder), *SMALLEST)
+    result = run(*arguments, "--max-kl", "1e-12")
+    assert result.exit_code == 2
+    assert "the nearest is" in result.stderr.splitlines()[-1]
+    assert not (folder / "plan.json").exists()
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--max-kl", "0.1", "--speedup", "1.2"), "give one of"),
+        (("--max-kl", "0"), "above 0"),
+        (("--speedup", "1"), "above 1"),
+        (("--speedup", "fast"), "expected a number"),
+        (("--also", "1.1,x"), "expected a number"),
+        (("--fit-prompts", "3"), "--fit-prompts is 3"),
+        (("--repair-rank", "0"), "--repair-rank is 0"),
+        (("--minutes", "0"), "--minutes is 0"),
+        (("--prompts", "nowhere.jsonl"), "cannot be read"),
+        (("--task", "chess"), "no task 'chess'"),
+    ],
+)
+def test_calibrate_refuses_before_a_model_is_loaded(
+    arguments: tuple[str, ...], complaint: str, prompts_file: str, tmp_path: Path
+) -> None:
+    given = ("calibrate", "-m", "no/such-model", "--prompts", prompts_file, "--out", str(tmp_path / "x"), *arguments)
+    assert complaint in refused(*given)
+
+
+def test_the_embedded_models_speedup_is_calibrated() -> None:
+    """The plan that ships with the package, without the model itself: its shape is enough to choose a plan."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from depthdecay.cli.options import DEFAULT_MODEL, DEFAULT_PLAN
+    from depthdecay.repairs import Repairs
+
+    config = LlamaConfig(
+        num_hidden_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=64,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    plan = PlanOptions(speedup="1.1").choose(model, DEFAULT_MODEL, None, 128)
+    assert plan is not None
+    assert plan.repairs
+    assert plan.notes["calibration"]["agreement"] > 0.8
+    repairs = Repairs.of_plan(plan)
+    assert repairs is not None
+    repairs.check(plan, 576)
+    assert sum(file.stat().st_size for file in DEFAULT_PLAN.iterdir()) < 1_000_000
+    stored = PlanOptions("default").load()
+    assert PlanOptions("default").choose(model, DEFAULT_MODEL, stored, 128) is stored
+    assert PlanOptions(speedup="1.1").choose(model, "another", None, 128).repairs is None  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="does not go as far as 2x"):
+        guessed = PlanOptions(speedup="2").choose(model, DEFAULT_MODEL, None, 128)
+    assert guessed is not None
+    assert guessed.repairs is None

@@ -252,3 +252,36 @@ def test_graphs_outlive_a_compiled_generate_of_transformers() -> None:
         torch.cuda.empty_cache()
         after = [engine.generate(PROMPTS[:1], max_new_tokens=64)[0].token_ids for engine in engines]
         assert after == before
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_repairs_run_inside_the_graphs(compile: bool) -> None:
+    """The CPU's eager engine is the reference: it is held against the simulation elsewhere."""
+    from test_calibrate import random_repairs
+
+    plan = plan_with(None)
+    for architecture in ("llama", "qwen2", "gpt2"):
+        model = tiny_model(architecture)
+        repairs = random_repairs(plan, model.config.hidden_size, neurons=3)
+        expected = [r.token_ids for r in dd.Engine(model, plan=plan, repairs=repairs).generate(PROMPTS, 24)]
+        engine = dd.Engine(on_gpu(architecture), plan=plan, repairs=repairs, compile=compile)
+        assert [r.token_ids for r in engine.generate(PROMPTS, 24)] == expected
+        plain = dd.Engine(on_gpu(architecture), plan=plan).generate(PROMPTS, 24)
+        assert [r.token_ids for r in plain] != expected
+
+
+def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
+    from test_calibrate import SMALL, token_prompts
+
+    from depthdecay.calibrate import Calibration, Goal, Simulator
+    from depthdecay.repairs import Repairs
+
+    model = on_gpu("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    made = run.make(Goal(speedup=1.2))
+    made.save(tmp_path)
+    assert made.figures["repaired"]["kl"] < made.figures["plain"]["kl"]
+    plan = dd.Plan.load(tmp_path)
+    repairs = Repairs.load(tmp_path / "repairs.safetensors").placed([next(model.parameters())] * LAYERS)
+    again = Simulator(run.held_out).measure(plan, repairs)
+    assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)

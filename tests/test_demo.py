@@ -30,7 +30,7 @@ def test_demo_shows_both_and_says_what_protects_quality(tiny: str, tmp_path: Pat
     code, output = demo("-m", tiny, "--out", str(tmp_path / "new" / "folder"))
     assert code == 0, output
     said = " ".join(output.split())
-    for words in ("full depth", "depth decay", "wall-clock", "texts differ", "uncalibrated", "not in this version yet"):
+    for words in ("full depth", "depth decay", "wall-clock", "texts differ", "uncalibrated", "depthdecay calibrate"):
         assert words in said
     assert (tmp_path / "new" / "folder" / "depth.png").read_bytes().startswith(b"\x89PNG")
 

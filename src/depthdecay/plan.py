@@ -12,7 +12,7 @@ from typing import Any
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.identity import ModelIdentity
 from depthdecay.ladder import Ladder
-from depthdecay.plan_file import read_plan_file, save_plan_file
+from depthdecay.plan_file import fetch_beside, read_plan_file, save_plan_file
 from depthdecay.schedule import (
     ConstantSchedule,
     FullSchedule,
@@ -266,9 +266,12 @@ class Plan:
         """Read a .json file, a folder that holds plan.json, or a Hugging Face repository id."""
         file, values = read_plan_file(os.fspath(path))
         try:
-            return replace(cls.from_dict(values), folder=file.parent)
+            plan = replace(cls.from_dict(values), folder=file.parent)
         except DepthDecayError as error:
             raise DepthDecayError(f"{file} is not a usable plan: {error}") from None
+        if plan.repairs is not None:
+            fetch_beside(os.fspath(path), file, plan.repairs)
+        return plan
 
 
 def _ladder(num_layers: int, core_head: int, core_tail: int, drop_order: Sequence[int] | None) -> Ladder:

@@ -61,6 +61,23 @@ def read_plan_file(path: str) -> tuple[Path, Any]:
         raise DepthDecayError(f"{file} is not JSON ({error}); expected a plan") from None
 
 
+def fetch_beside(path: str, file: Path, name: str) -> None:
+    """A plan from the Hub comes with the files that it names; a local one has them already, or will be refused."""
+    if Path(path).exists() or (file.parent / name).exists():
+        return
+    from huggingface_hub import hf_hub_download
+
+    from depthdecay.models import quiet_libraries
+
+    try:
+        with quiet_libraries(downloads=True):
+            hf_hub_download(path, name)
+    except Exception as error:  # as for the plan itself: all ways to fail mean the same
+        raise DepthDecayError(
+            f"the plan of {path} names {name}, which cannot be fetched ({type(error).__name__})"
+        ) from None
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 

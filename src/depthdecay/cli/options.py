@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,12 @@ from depthdecay.schedule import exact_alpha, exact_decimal, whole_number
 if TYPE_CHECKING:
     from depthdecay.engine import Engine
     from depthdecay.models import LoadedModel
+    from depthdecay.stack import Stack
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_OVER = 256
+# Calibrated for the embedded model, and part of the package.
+DEFAULT_PLAN = Path(__file__).parents[1] / "data" / "smollm2-135m"
 
 _MODEL, _PLAN, _TEXT, _OUTPUT = "Model", "Depth", "Text", "Output"
 
@@ -42,7 +46,9 @@ AllowOtherWeights = Annotated[
 
 PlanPath = Annotated[
     str | None,
-    typer.Option("--plan", help="A plan: a .json file, a folder or a Hugging Face repository.", rich_help_panel=_PLAN),
+    typer.Option(
+        "--plan", help="A plan: a file, a folder, a Hugging Face repository, or default.", rich_help_panel=_PLAN
+    ),
 ]
 # Text, not float: alpha means the decimal that was typed.
 Alpha = Annotated[
@@ -94,7 +100,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         sources = {"--plan": self.path, "--alpha": self.alpha, "--speedup": self.speedup}
         given = [name for name, value in sources.items() if value is not None]
-        if len(given) > 1:
+        if len(given) > 1 and self.alpha is not None:
             raise DepthDecayError(f"{' and '.join(given)} were given together; each decides the depth, so use one")
         shaping = {
             "--warmup-tokens": (self.warmup_tokens, 0),
@@ -105,6 +111,8 @@ class PlanOptions:
         for name, (value, least) in shaping.items():
             if value is None:
                 continue
+            if self.path is not None and name != "--warmup-tokens":
+                raise DepthDecayError(f"{name} was given with --plan, which says itself which layers are dropped")
             if self.alpha is None and self.speedup is None:
                 raise DepthDecayError(f"{name} was given without a decay to shape; add --alpha or --speedup")
             whole_number(name, value, least)
@@ -122,8 +130,37 @@ class PlanOptions:
         return any(value is not None for value in (self.path, self.alpha, self.speedup))
 
     def load(self) -> Plan | None:
-        """The plan file, where one was given."""
-        return None if self.path is None else Plan.load(self.path)
+        """The plan file, where one was given; `default` is the embedded model's."""
+        if self.path is None:
+            return None
+        return Plan.load(DEFAULT_PLAN if self.path == "default" else self.path)
+
+    def choose(self, model: Any, name: str, stored: Plan | None, new_tokens: int | None) -> Plan | None:
+        """The plan for a loaded model: stored, stored and re-scheduled, calibrated beforehand, or made by rule."""
+        from depthdecay.stack import Stack
+
+        over = self.over or new_tokens or DEFAULT_OVER
+        stack = Stack.of(model)
+        if stored is not None:
+            return stored if self.speedup is None else self._rescheduled(stored, stack, over)
+        shaped = any(value is not None for value in (self.core_head, self.core_tail, self.min_layers))
+        if self.speedup is not None and not shaped and name == DEFAULT_MODEL:
+            try:
+                return self._rescheduled(Plan.load(DEFAULT_PLAN), stack, over)
+            except DepthDecayError:  # faster than it was calibrated for
+                warnings.warn(
+                    f"the embedded model's calibrated plan does not go as far as {self.speedup}x; layers are dropped "
+                    "from the middle outwards instead, by guess: expect much lower quality",
+                    stacklevel=2,
+                )
+        return self.make(stack.num_layers, new_tokens)
+
+    def _rescheduled(self, stored: Plan, stack: Stack, over: int) -> Plan:
+        from depthdecay.budget import plan_at_speedup, stored_plan
+
+        assert self.speedup is not None
+        base = stored_plan(stored, float(exact_decimal("speed-up", self.speedup)))
+        return plan_at_speedup(base, stack, self.speedup, over, warmup_tokens=self.warmup_tokens)
 
     def make(self, num_layers: int, new_tokens: int | None) -> Plan | None:
         """The plan that --alpha or --speedup describes."""
@@ -193,8 +230,7 @@ def open_engine(
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
     stored = plan.load()
     loaded = model.load(quiet)
-    layers = num_layers(loaded.model)
-    return loaded, model.engine(loaded, stored or plan.make(layers, new_tokens))
+    return loaded, model.engine(loaded, plan.choose(loaded.model, loaded.name, stored, new_tokens))
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:
