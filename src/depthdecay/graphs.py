@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .attention import grouped_steps
 from .cache import OneLayer, PlannedCache, bucket_for
 from .decoding import EagerDecoder, Prompt
 from .errors import one_line
@@ -215,9 +216,11 @@ class GraphDecoder(EagerDecoder):
     def _decoding_layout(self, bucket: int) -> Iterator[None]:
         """Passes inside go by the device's clock, over the first `bucket` positions."""
         optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
+        # Plain layers would copy keys and values for every head; compiled ones keep what they were measured with.
+        attention = grouped_steps(self.stack.model.config) if self.compiled is None else contextlib.nullcontext()
         self.cache.on_device(self.position, bucket)
         try:
-            with optimise():
+            with optimise(), attention:
                 yield
         finally:
             self.cache.on_device(None)
