@@ -433,3 +433,31 @@ def test_a_model_with_nan_is_refused(tmp_path: Path) -> None:
 def test_goals_must_be_one_and_sensible(goal: dict[str, float]) -> None:
     with pytest.raises(DepthDecayError):
         Goal(**goal)
+
+
+def test_texts_that_end_at_different_lengths_are_counted_by_position() -> None:
+    stack = Stack.of(tiny_model("llama"))
+    texts = random_texts(6, 12)
+    short = [Continuation(text.prompt, text.tokens[: 5 + i % 2]) for i, text in enumerate(texts[:4])]
+    long = Recording.of(stack, texts[4:])
+    mixed = Recording(stack, Recording.of(stack, short).batches + long.batches, long.columns)
+    plan = decaying_plan()
+    measured = Simulator(mixed).measure(plan)
+    assert measured.tokens == 2 * 4 + 2 * 5 + 2 * 11
+    assert measured.tokens_by_position[:6] == [6, 6, 6, 6, 4, 2]
+    alone = [Simulator(Recording.of(stack, [text])).measure(plan) for text in [*short, *texts[4:]]]
+    assert sorted(measured.kl_by_prompt) == pytest.approx(sorted(f.kl for f in alone), rel=1e-3)
+    assert measured.kl == pytest.approx(sum(f.kl * f.tokens for f in alone) / measured.tokens, rel=1e-3)
+
+
+def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    each = 2.5 * SMALL.new_tokens * model.config.hidden_size * (LAYERS + 1) * 4
+    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * (16 + 10.5) / 0.7)
+    said: list[str] = []
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
+    assert run.settings.fit_prompts == 10
+    assert any("states of 10 prompts" in message for message in said)
+    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 5)
+    with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
+        Calibration(model, None, token_prompts(), tmp_path, SMALL)

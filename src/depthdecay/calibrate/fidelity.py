@@ -94,8 +94,9 @@ class Tally:
             figures = compare(expected, given, batch.targets[rows])  # (5, rows, columns)
             valid = batch.valid[rows]
             figures = torch.where(valid, figures, 0.0).double()
-            self.sums += figures.sum(1).cpu()
-            self.counts += valid.sum(0).cpu()
+            columns = valid.shape[1]  # a batch may be of shorter texts than others
+            self.sums[:, :columns] += figures.sum(1).cpu()
+            self.counts[:columns] += valid.sum(0).cpu()
             length = valid.sum(1)
             self.kl_by_prompt += (figures[0].sum(1) / length).tolist()
             self.agreement_by_prompt += (figures[1].sum(1) / length).tolist()

@@ -162,8 +162,8 @@ class Calibration:
         self.name = name
         self.identity = identity(self.stack.model)
         device = self.stack.model.device
-        self.settings = settings or Settings.for_device(device)
         self.say = say
+        self.settings = self._that_fit(settings or Settings.for_device(device), device)
         split = self._split(prompts, tokenizer)
         inputs = {"model": self.identity.to_dict(), "settings": repr(self.settings), "prompts": split.calibration}
         self.work = WorkFolder(folder, {**inputs, "held_out": split.held_out})
@@ -181,6 +181,21 @@ class Calibration:
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self._size: FitSettings | None = None  # once chosen
+
+    def _that_fit(self, settings: Settings, device: torch.device) -> Settings:
+        """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy."""
+        size = next(self.stack.model.parameters()).element_size()
+        states = settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
+        most = int(0.7 * free_bytes(device) / (2.5 * states)) - settings.select_prompts - settings.held_out_prompts
+        if most >= settings.fit_prompts:
+            return settings
+        if most < 8:
+            raise DepthDecayError(
+                f"the states of {settings.select_prompts + settings.held_out_prompts} texts of {settings.new_tokens} "
+                "tokens leave no memory to calibrate in; ask for fewer --new-tokens or --held-out-prompts"
+            )
+        self.say(f"the memory holds the states of {most} prompts, so fewer than {settings.fit_prompts} are used")
+        return replace(settings, fit_prompts=most)
 
     def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
         settings = self.settings
@@ -484,6 +499,17 @@ class Calibration:
             "over_tokens": tokens,
         }
         return Calibrated(replace(plan, repairs=REPAIRS_FILE, notes=notes), repairs, figures)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on a device; where the system does not say, no limit."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return math.inf
 
 
 _CONFIDENCE = 0.95
