@@ -1,16 +1,19 @@
-"""Writes the README's tables from the files in benchmarks/results; with --check only says whether they are stale."""
+"""Writes the README's tables of speed, and docs/RESULTS.md on quality, from benchmarks/results; or checks them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "RESULTS.md"
 RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NONE_YET = "No results have been recorded yet. `depthdecay bench --json benchmarks/results/NAME.json` writes one."
@@ -20,6 +23,12 @@ NOTE = (
     "of the batch. [The terms](docs/DESIGN.md#terms) say what each counts."
 )
 MISSING = "–"
+# What a result file of each command holds; the first that fits is taken.
+KINDS: dict[str, set[str]] = {
+    "calibrate": {"model", "command", "machine", "promise", "repaired", "plain", "choices"},
+    "eval": {"model", "command", "machine", "task", "settings", "rows", "comparisons"},
+    "bench": {"model", "command", "machine", "settings", "rows"},
+}
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
@@ -29,21 +38,28 @@ class TablesError(Exception):
     """A sentence on what is wrong with a file."""
 
 
-def read_results(folder: Path) -> list[Result]:
-    """Every bench result of a folder, with the name of its file, in the order of the tables."""
-    results = []
+def read_results(folder: Path) -> dict[str, list[Result]]:
+    """Every result of a folder by the command that wrote it, with the name of its file."""
+    found: dict[str, list[Result]] = {kind: [] for kind in KINDS}
     for file in sorted(folder.glob("*.json")):
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise TablesError(f"{file.name} cannot be read as JSON: {error}") from None
-        if not isinstance(result, dict) or not {"model", "settings", "rows", "command", "machine"} <= result.keys():
-            print(f"{file.name} is no result of depthdecay bench and is left out", file=sys.stderr)
+        keys = result.keys() if isinstance(result, dict) else set()
+        kind = next((kind for kind, needed in KINDS.items() if needed <= keys), None)
+        if kind is None:
+            print(f"{file.name} is no result of depthdecay {', '.join(KINDS)} and is left out", file=sys.stderr)
             continue
-        # By method, since a run may have left some out.
-        result["rows"] = {row["method"]: row for row in result["rows"]}
-        results.append({**result, "file": file.name})
-    return sorted(results, key=_place_in_table)
+        found[kind].append({**result, "file": file.name})
+    return found
+
+
+def bench_results(results: list[Result]) -> list[Result]:
+    """In the order of the tables; rows by method, since a run may have left some out."""
+    return sorted(
+        ({**result, "rows": {row["method"]: row for row in result["rows"]}} for result in results), key=_place_in_table
+    )
 
 
 def _place_in_table(result: Result) -> tuple[Any, ...]:
@@ -55,10 +71,10 @@ def _place_in_table(result: Result) -> tuple[Any, ...]:
 
 def machine(result: Result) -> str:
     """What the run was on. A CPU run is named by its CPU also where a GPU stood by."""
-    facts = result["machine"]
-    if result["settings"]["device"] == "cuda":
+    facts, device = result["machine"], result["settings"]["device"]
+    if device == "cuda":
         return str(facts.get("gpu", "CUDA GPU"))
-    kind = "" if result["settings"]["device"] == "cpu" else f" ({result['settings']['device']})"
+    kind = "" if device == "cpu" else f" ({device})"
     return f"{facts['cpu']}, {facts['cores']} cores{kind}"
 
 
@@ -116,9 +132,15 @@ def table(columns: tuple[Column, ...], results: list[Result]) -> list[str]:
     return lines + ["| " + " | ".join(show(result) for _, show in columns) + " |" for result in results]
 
 
+def _software(result: Result) -> list[str]:
+    versions = result.get("versions", {})
+    words = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    return words + ([f"commit {result['commit']}"] if result.get("commit") else [])
+
+
 def origin(result: Result) -> list[str]:
     """One result's conditions and command, as an item of a list, with the reason of every failure."""
-    settings, versions = result["settings"], result.get("versions", {})
+    settings = result["settings"]
     weights = "random weights in the true shape" if "--shape" in result["command"].split() else "real weights"
     words = [
         weights,
@@ -126,10 +148,8 @@ def origin(result: Result) -> list[str]:
         f"prompt of {settings['prompt_tokens']}",
         f"{settings['new_tokens']} new tokens",
         f"median of {settings['rounds']} rounds",
-        *(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions),
+        *_software(result),
     ]
-    if result.get("commit"):
-        words.append(f"commit {result['commit']}")
     lines = [f"- [{result['file']}](benchmarks/results/{result['file']}): {', '.join(words)}", ""]
     lines += [f"  `{result['command']}`", ""]
     for row in result["rows"].values():
@@ -164,26 +184,237 @@ def put_section(text: str, section: str) -> str:
     return f"{before}{START}\n{section}\n{END}{rest.split(END)[1]}"
 
 
+# docs/RESULTS.md: quality
+
+HEAD = """# Quality results
+
+Made by `make docs` from the files in [benchmarks/results](../benchmarks/results); not to be edited by hand.
+[CALIBRATION.md](CALIBRATION.md) says how plans are made, and [the terms](DESIGN.md#terms) what each figure counts.
+Speed is in [the README](../README.md#results)."""
+FIDELITY = (
+    "How far a plan's next token is from the full model's, on the full model's own greedy text after prompts that were "
+    "held out. KL is in nats a token. Agreement is how often both would pick the same token. In brackets stands a "
+    "one-sided 95% bound, from a bootstrap over prompts. Plain is the same plan, which drops the same layers, without "
+    "its repairs. An asked speed-up counts repair maps as the layers that they weigh, so fewer layers run than it "
+    "says. Cost speed-up counts the output matrix too."
+)
+SECONDS = (
+    "Plans of one command share one search. Seconds are from its start until that plan was done, loading not counted."
+)
+ANSWERS = (
+    "All methods were asked the same questions, with greedy decoding. Layer and cost speed-up are those of the answers "
+    "as they were, not as planned. Wall-clock is per step, the median over batches; unlike in `bench`, answers have "
+    "lengths of their own. Differences are in points, with the paired 95% interval of a bootstrap over questions; p is "
+    "McNemar's exact test. Ours is the method `depthdecay`, a calibrated plan."
+)
+NO_ANSWERS = (
+    "No answers to tasks have been recorded yet. `depthdecay eval --json benchmarks/results/NAME.json` does it."
+)
+PAPER = (
+    "For comparison, what the paper reports ([arXiv 2503.08524](https://arxiv.org/abs/2503.08524)), exact match in %. "
+    "Its models and prompts are others, so its levels are not to be compared with ours."
+)
+PAPER_HEAD = "| model | full depth | D³ | difference, points | mean layers | fewer operations | wall-clock (measured) |"
+PAPER_ROWS: dict[str, tuple[tuple[str, float, float, str, str, str], ...]] = {
+    "bbh": (
+        ("Llama-2 7B", 31.22, 31.88, "19.17 of 32", "1.64x", MISSING),
+        ("Llama-2 13B", 37.77, 39.07, "20.33 of 40", "1.94x", MISSING),
+        ("Llama-2 70B", 50.90, 51.42, "48.43 of 80", "1.65x", MISSING),
+    ),
+    "gsm8k": (
+        ("Llama-2 7B", 10.61, 12.05, MISSING, "1.07x", "1.12x"),
+        ("Llama-2 13B", 22.67, 23.43, MISSING, "1.06x", "1.23x"),
+        ("Llama-2 70B", 52.91, 54.51, MISSING, "1.05x", "1.14x"),
+    ),
+}
+
+
+def link(result: Result, words: str | None = None) -> str:
+    return f"[{words or result['file']}](../benchmarks/results/{result['file']})"
+
+
+def digits(value: float) -> str:
+    """Three that count: KLs differ by powers of ten."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def asked(result: Result) -> str:
+    promise = result["promise"]
+    if promise["budget"] is None:
+        return f"{promise['asked_speedup']:g}x"
+    return f"{'KL' if bounds_kl(result) else 'disagreement'} up to {promise['budget']:g}"
+
+
+def bounds_kl(result: Result) -> bool:
+    return "KL" in result["promise"]["measure"]
+
+
+def held_out_kl(result: Result) -> str:
+    bound = f" (at most {digits(result['promise']['bound'])})" if bounds_kl(result) else ""
+    return digits(result["repaired"]["kl"]) + bound
+
+
+def held_out_agreement(result: Result) -> str:
+    bound = "" if bounds_kl(result) else f" (at least {1 - result['promise']['bound']:.1%})"
+    return f"{result['repaired']['agreement']:.1%}{bound}"
+
+
+CALIBRATED: tuple[Column, ...] = (
+    ("asked", lambda r: link(r, asked(r))),
+    ("layer speed-up", lambda r: f"{r['promise']['layer_speedup']:.3f}x"),
+    ("cost speed-up", lambda r: f"{r['promise']['cost_speedup']:.3f}x"),
+    ("KL", held_out_kl),
+    ("agreement", held_out_agreement),
+    (
+        "perplexity, plan / full",
+        lambda r: f"{r['repaired']['perplexity']:.3f} / {r['repaired']['full_perplexity']:.3f}",
+    ),
+    ("KL, plain", lambda r: digits(r["plain"]["kl"])),
+    ("rank / neurons a layer", lambda r: f"{r['choices']['rank']} / {r['choices']['neurons a layer']}"),
+    ("seconds", lambda r: f"{r['choices']['seconds']:.0f}"),
+)
+
+
+def calibration_section(results: list[Result]) -> list[str]:
+    """A table for each model and command: plans of one command share their prompts and their search."""
+    if not results:
+        return ["No calibration has been recorded yet. `depthdecay calibrate` writes calibration.json beside a plan."]
+    lines = [FIDELITY, "", SECONDS, ""]
+    ordered = sorted(results, key=lambda r: (r["model"], r["command"], r["promise"]["asked_speedup"], r["file"]))
+    for (model, command), group in groupby(ordered, key=lambda r: (r["model"], r["command"])):
+        here = list(group)
+        held_out, choices, facts = here[0]["promise"], here[0]["choices"], here[0]["machine"]
+        words = [
+            facts.get("gpu", facts["cpu"]),
+            f"{choices['calibration prompts']:,} prompts to fit on with {choices['calibration tokens']:,} tokens",
+            f"{held_out['prompts']:,} held out with {held_out['tokens']:,}",
+            f"horizon {choices['new tokens']}",
+            *_software(here[0]),
+        ]
+        lines += [f"### {model}", "", *table(CALIBRATED, here), "", f"{', '.join(words)}:", "", f"`{command}`", ""]
+    return lines
+
+
+def points(found: Result | None) -> str:
+    if found is None:
+        return MISSING
+    return f"{100 * found['value']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+
+
+def chance(found: Result | None) -> str:
+    return MISSING if found is None or found["p"] is None else f"{found['p']:.2g}"
+
+
+def times(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3f}x"
+
+
+def answer_columns(result: Result) -> tuple[Column, ...]:
+    """What every task has; then further measures and subtasks where this one has them; then ours against each peer."""
+    against = {(found["peer"], found["speedup"]): found for found in result["comparisons"]}
+    on_cpu = result["settings"]["device"] == "cpu"
+
+    def ours(row: Result) -> Result | None:
+        return against.get((row["method"], row["asked_speedup"]))
+
+    def named(row: Result) -> str:
+        return row["method"] if row["asked_speedup"] is None else f"{row['method']} {row['asked_speedup']:g}x"
+
+    columns: list[Column] = [
+        ("method", named),
+        ("right", lambda row: f"{row['accuracy']:.1%}"),
+        ("difference to full", lambda row: points(row["difference_to_full"])),
+        ("p", lambda row: chance(row["difference_to_full"])),
+        ("layer speed-up", lambda row: times(row["layer_speedup"])),
+        ("cost speed-up (ideal)", lambda row: times(row["cost_speedup"])),
+        # Methods run one after the other, for long: on a CPU, what else it was doing tells in the times.
+        ("wall-clock speed-up (measured)", lambda row: MISSING if on_cpu else times(row["wall_clock_speedup"])),
+    ]
+    for name in result["rows"][0]["measures"]:
+        columns.append((name, lambda row, name=name: f"{row['measures'][name]['mean']:.1%}"))  # type: ignore[misc]
+    if result["rows"][0]["group_mean"] is not None:
+        columns.append(("mean of subtasks", lambda row: f"{row['group_mean']:.1%}"))
+    if against:
+        columns += [("ours minus this", lambda row: points(ours(row))), ("p of that", lambda row: chance(ours(row)))]
+    return tuple(columns)
+
+
+def answers_section(results: list[Result]) -> list[str]:
+    """By task, then by model; a table each file, since only answers of one run are paired. The paper's stand beside."""
+    if not results:
+        return [NO_ANSWERS]
+    lines = [ANSWERS, ""]
+    ordered = sorted(results, key=lambda r: (r["task"], r["model"], r["file"]))
+    for task, group in groupby(ordered, key=lambda r: r["task"]):
+        lines += [f"### {task}", ""]
+        for result in group:
+            settings = result["settings"]
+            words = [
+                f"{settings['questions']:,} questions",
+                settings["asked"],
+                f"up to {settings['max_new_tokens']} new tokens",
+                f"budgets over {settings['over_tokens']} tokens",
+                f"batch {settings['batch']}",
+                f"{settings['dtype']} on {machine(result)}",
+                *_software(result),
+            ]
+            lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
+            lines += [*table(answer_columns(result), result["rows"]), "", f"`{result['command']}`", ""]
+        lines += paper_table(task)
+    return lines
+
+
+def paper_table(task: str) -> list[str]:
+    rows = [
+        f"| {model} | {full:.2f} | {decayed:.2f} | {decayed - full:+.2f} | {' | '.join(rest)} |"
+        for model, full, decayed, *rest in PAPER_ROWS.get(task, ())
+    ]
+    return [PAPER, "", PAPER_HEAD, "|---" + "|---:" * 6 + "|", *rows, ""] if rows else []
+
+
+def make_document(calibrations: list[Result], evaluations: list[Result]) -> str:
+    sections = {
+        "Calibrated plans": calibration_section(calibrations),
+        "Answers to tasks": answers_section(evaluations),
+    }
+    parts = [HEAD, *(f"## {title}\n\n" + "\n".join(lines).strip() for title, lines in sections.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the tables are stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a document is stale")
     parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="where the results on quality go")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     try:
-        text = options.readme.read_text(encoding="utf-8")
-        wanted = put_section(text, make_section(read_results(options.results)))
+        results = read_results(options.results)
+        readme = options.readme.read_text(encoding="utf-8")
+        wanted = {
+            options.readme: put_section(readme, make_section(bench_results(results["bench"]))),
+            options.document: make_document(results["calibrate"], results["eval"]),
+        }
+        stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
+        for path in stale:
+            if options.check:
+                print(f"{path.name}: the tables of results are stale; run: make docs", file=sys.stderr)
+            else:
+                write_whole(path, wanted[path])
+                print(f"{path.name}: tables of results written")
     except (TablesError, OSError) as error:
         print(f"make_tables: {error}", file=sys.stderr)
         return 2
-    if wanted == text:
-        return 0
-    if options.check:
-        print(f"{options.readme.name}: the tables of results are stale; run: make docs", file=sys.stderr)
-        return 1
-    options.readme.write_text(wanted, encoding="utf-8")
-    print(f"{options.readme.name}: tables of results written")
-    return 0
+    return 1 if stale and options.check else 0
 
 
 if __name__ == "__main__":

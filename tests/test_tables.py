@@ -1,9 +1,10 @@
-"""The README's tables say what the result files say, and notice when they no longer do."""
+"""The README's tables and docs/RESULTS.md say what the result files say, and notice when they no longer do."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,56 @@ def result(model: str = "llama-2-7b", device: str = "cuda", batch: int = 1, **ch
     return {**made, **changes}
 
 
+def calibration(speedup: float = 1.1, **promise: Any) -> dict[str, Any]:
+    made = {key: result()[key] for key in ("commit", "machine", "versions")}
+    fidelity = {"kl": 0.0037239, "agreement": 0.9912, "perplexity": 1.0856, "full_perplexity": 1.08153}
+    about_kl = {"measure": "mean KL to the full model, in nats a token", "budget": None, "bound": 0.0042607}
+    return made | {
+        "command": "depthdecay calibrate --speedup 1.1 --also 1.5",
+        "model": "a-model",
+        "promise": about_kl
+        | {"asked_speedup": speedup, "layer_speedup": 1.1089, "cost_speedup": 1.0842, "prompts": 128, "tokens": 25131}
+        | promise,
+        "repaired": fidelity,
+        "plain": fidelity | {"kl": 0.33705},
+        "choices": {"rank": 512, "neurons a layer": 256, "seconds": 150.3, "new tokens": 200}
+        | {"calibration prompts": 512, "calibration tokens": 100657},
+    }
+
+
+def difference(value: float, p: float | None) -> dict[str, Any]:
+    return {"value": value, "low": value - 0.02, "high": value + 0.02, "p": p}
+
+
+def answered(method: str, speedup: float | None, accuracy: float, **figures: Any) -> dict[str, Any]:
+    made = {"method": method, "asked_speedup": speedup, "accuracy": accuracy, "difference_to_full": None}
+    made |= {"layer_speedup": 1.0, "cost_speedup": 1.0, "wall_clock_speedup": None, "measures": {}, "group_mean": None}
+    return made | figures
+
+
+def evaluation(task: str = "gsm8k", device: str = "cuda", **changes: Any) -> dict[str, Any]:
+    """In the schema of evaluate/report.py, as far as the tables read it."""
+    made = {key: result()[key] for key in ("commit", "machine", "versions")}
+    ours = {"layer_speedup": 1.1214, "cost_speedup": 1.0931, "wall_clock_speedup": 1.081}
+    return (
+        made
+        | {
+            "command": f"depthdecay eval --task {task}",
+            "model": "a-model",
+            "task": task,
+            "settings": {"questions": 800, "asked": "0-shot chat", "max_new_tokens": 512, "over_tokens": 256}
+            | {"batch": 64, "dtype": "bfloat16", "device": device},
+            "rows": [
+                answered("full", None, 0.5),
+                answered("depthdecay", 1.1, 0.4925, difference_to_full=difference(-0.0075, 0.31), **ours),
+                answered("shortgpt", 1.1, 0.125, difference_to_full=difference(-0.375, 1.2e-60), layer_speedup=1.12),
+            ],
+            "comparisons": [{"speedup": 1.1, "method": "depthdecay", "peer": "shortgpt"} | difference(0.3675, 3.4e-55)],
+        }
+        | changes
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "README.md").write_text(README, encoding="utf-8")
@@ -53,7 +104,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> int:
-    paths = ["--readme", str(folder / "README.md"), "--results", str(folder / "results")]
+    paths = ["--readme", str(folder / "README.md"), "--document", str(folder / "RESULTS.md")]
+    paths += ["--results", str(folder / "results")]
     return int(make_tables.main([*paths, *arguments]))
 
 
@@ -61,12 +113,12 @@ def add(folder: Path, name: str, content: Any) -> None:
     (folder / "results" / name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def lines(folder: Path) -> list[str]:
-    return (folder / "README.md").read_text(encoding="utf-8").splitlines()
+def lines(folder: Path, name: str = "README.md") -> list[str]:
+    return (folder / name).read_text(encoding="utf-8").splitlines()
 
 
-def cells(folder: Path) -> list[list[str]]:
-    tables = [line for line in lines(folder) if line.startswith("| [")]
+def cells(folder: Path, name: str = "README.md", start: str = "| [") -> list[list[str]]:
+    tables = [line for line in lines(folder, name) if line.startswith(start)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
 
 
@@ -149,3 +201,103 @@ def test_bad_files_are_refused_on_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_calibrated_plan_stands_beside_plain_dropping_with_its_bound_and_command(folder: Path) -> None:
+    add(folder, "b.json", calibration(1.5))
+    add(folder, "a.json", calibration(1.1))
+    assert run(folder) == 0
+    first, second = cells(folder, "RESULTS.md")
+    speeds = ["1.109x", "1.084x"]
+    fidelity = ["0.00372 (at most 0.00426)", "99.1%", "1.086 / 1.082", "0.337"]
+    assert first == ["[1.1x](../benchmarks/results/a.json)", *speeds, *fidelity, "512 / 256", "150"]
+    assert second[0] == "[1.5x](../benchmarks/results/b.json)"
+    assert lines(folder, "RESULTS.md").count("`depthdecay calibrate --speedup 1.1 --also 1.5`") == 1
+
+
+def test_a_bound_on_agreement_stands_with_the_agreement(folder: Path) -> None:
+    asked = {"measure": "share of tokens on which plan and full model differ", "budget": 0.02, "bound": 0.0103}
+    add(folder, "a.json", calibration(1.13, **asked))
+    assert run(folder) == 0
+    (cell,) = cells(folder, "RESULTS.md")
+    assert cell[0] == "[disagreement up to 0.02](../benchmarks/results/a.json)"
+    assert cell[3:5] == ["0.00372", "99.1% (at least 99.0%)"]
+
+
+def test_answers_stand_against_full_depth_and_each_peer(folder: Path) -> None:
+    add(folder, "a.json", evaluation())
+    assert run(folder) == 0
+    (full,) = cells(folder, "RESULTS.md", "| full")
+    (ours,) = cells(folder, "RESULTS.md", "| depthdecay")
+    (peer,) = cells(folder, "RESULTS.md", "| shortgpt")
+    assert full == ["full", "50.0%", "–", "–", "1.000x", "1.000x", "–", "–", "–"]
+    speeds = ["1.121x", "1.093x", "1.081x"]
+    assert ours == ["depthdecay 1.1x", "49.2%", "-0.8 [-2.8, +1.2]", "0.31", *speeds, "–", "–"]
+    assert peer[:4] == ["shortgpt 1.1x", "12.5%", "-37.5 [-39.5, -35.5]", "1.2e-60"]
+    assert peer[-2:] == ["+36.8 [+34.8, +38.8]", "3.4e-55"]
+    assert "`depthdecay eval --task gsm8k`" in lines(folder, "RESULTS.md")
+
+
+def test_the_synthetic_answers_have_the_fields_of_real_ones() -> None:
+    from depthdecay.evaluate.report import Report, Row
+
+    made = evaluation()
+    provenance = {"command", "commit", "machine", "versions"}
+    assert made.keys() == {field.name for field in fields(Report)} | provenance
+    assert made["rows"][0].keys() <= {field.name for field in fields(Row)}
+
+
+def test_times_of_a_cpu_are_not_shown(folder: Path) -> None:
+    add(folder, "a.json", evaluation(device="cpu"))
+    assert run(folder) == 0
+    (ours,) = cells(folder, "RESULTS.md", "| depthdecay")
+    assert ours[4:7] == ["1.121x", "1.093x", "–"]
+    assert any("bfloat16 on Any CPU, 16 cores" in line for line in lines(folder, "RESULTS.md"))
+
+
+def test_measures_and_subtasks_are_shown_where_a_task_has_them(folder: Path) -> None:
+    scored = answered("full", None, 0.5, measures={"f1": {"mean": 0.615}}, group_mean=0.432)
+    add(folder, "a.json", evaluation("squad", rows=[scored], comparisons=[]))
+    assert run(folder) == 0
+    (full,) = cells(folder, "RESULTS.md", "| full")
+    assert full[-2:] == ["61.5%", "43.2%"]
+    assert any("| f1 | mean of subtasks |" in line for line in lines(folder, "RESULTS.md"))
+
+
+@pytest.mark.parametrize(("task", "difference"), [("gsm8k", "+1.44"), ("bbh", "+0.66"), ("squad", None)])
+def test_the_paper_stands_beside_the_tasks_that_it_reports(folder: Path, task: str, difference: str | None) -> None:
+    add(folder, "a.json", evaluation(task))
+    assert run(folder) == 0
+    paper = cells(folder, "RESULTS.md", "| Llama-2 7B")
+    assert [row[3] for row in paper] == ([] if difference is None else [difference])
+
+
+def test_without_answers_one_line_says_so(folder: Path) -> None:
+    add(folder, "a.json", calibration())
+    assert run(folder) == 0
+    assert lines(folder, "RESULTS.md")[-1] == make_tables.NO_ANSWERS
+
+
+def test_results_on_quality_stay_out_of_the_readme_without_a_word(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(folder, "a.json", calibration())
+    add(folder, "b.json", evaluation())
+    assert run(folder) == 0
+    assert not capsys.readouterr().err
+    assert make_tables.NONE_YET in lines(folder)
+
+
+def test_check_looks_at_both_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(folder, "h200.json", result())
+    assert run(folder) == 0
+    add(folder, "a.json", calibration())
+    before = lines(folder, "RESULTS.md")
+    capsys.readouterr()
+    assert run(folder, "--check") == 1
+    assert capsys.readouterr().err.startswith("RESULTS.md: ")
+    assert lines(folder, "RESULTS.md") == before
+    assert run(folder) == 0
+    assert run(folder, "--check") == 0
+    (folder / "RESULTS.md").unlink()
+    assert run(folder, "--check") == 1

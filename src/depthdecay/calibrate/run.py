@@ -72,7 +72,7 @@ class Settings:
 
     fit_prompts: int = 1024
     select_prompts: int = 64  # never fitted on: the search and all choices are decided by them
-    held_out_prompts: int = 128  # seen once, for the figures that the plan promises
+    held_out_prompts: int = 128  # for the figures that the plan promises; nothing is chosen by them
     new_tokens: int = 200
     search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
     rows: int = 32
@@ -488,6 +488,8 @@ class Calibration:
                 "calibration tokens": self.fit.tokens,
                 "prompts to choose by": self.select.prompts,
                 "seed": self.settings.seed,
+                "dtype": str(self.stack.model.dtype).removeprefix("torch."),
+                "device": self.stack.model.device.type,
                 "seconds": round(time.monotonic() - self.started, 1),
             },
             "tried": tried,

@@ -11,7 +11,6 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import err_console, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan import Plan
 from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def eval_command(
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
     names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
     budgets = checked_speedups(_listed(speedups))
-    stored = Plan.load(plan) if plan is not None else None
+    stored = opt.PlanOptions(plan).load()
     with working("preparing …") as say:
         loaded = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code).load(quiet=True)
         if loaded.tokenizer is None:
