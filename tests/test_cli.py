@@ -191,7 +191,7 @@ def test_alpha_outside_its_range(alpha: str) -> None:
         (("--core-head", "3"), "--core-head"),
         (("--over", "64", "--alpha", "0.9"), "--over"),
         (("--mode", "decay"), "--mode decay"),
-        (("--mode", "lossy"), "expected full or decay"),
+        (("--mode", "lossy"), "expected full, decay or lossless"),
         (("--speedup", "0.5"), "at least 1"),
         (("--alpha", "0.9", "--warmup-tokens", "-1"), "--warmup-tokens"),
         (("--max-new-tokens", "-3"), "--max-new-tokens"),

@@ -16,6 +16,7 @@ from .cache import PlannedCache, bucket_for
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
+from .lossless import LosslessRun, Pace, drafting_plan
 from .mailbox import Mailbox
 from .plan import Plan
 from .plan_check import check_plan
@@ -25,7 +26,7 @@ from .sampling import Sampler, sequence_keys
 from .stack import Stack, primary_device, require_eval
 from .text import TextStream
 
-MODES = ("full", "decay")
+MODES = ("full", "decay", "lossless")
 
 
 @dataclass
@@ -43,12 +44,29 @@ class Result:
     prefill_seconds: float = 0.0
     mode: str = "full"
     seed: int | None = None
+    # In lossless mode: what proposed each token (a depth; 0: found in the text before; None: the full pass itself),
+    # and what it took. `depths` are those of the passes that decided, all of them full.
+    draft_depths: list[int | None] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0  # full-depth passes over one token or several
+    layer_passes: int = 0  # layers of all passes that this row took part in, drafts included
     cache_bytes: int = 0  # keys and values of the whole batch
     cache_bytes_saved: int = 0  # against the same room in every layer
 
     @property
     def layers_executed(self) -> int:
-        return sum(self.depths)
+        """Of a lossless answer the layer passes: one verification of several tokens reads each layer once."""
+        return self.layer_passes if self.mode == "lossless" else sum(self.depths)
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def passes_per_token(self) -> float:
+        """Layer passes in full-depth steps, per token; below 1 where drafting saves work."""
+        return self.layers_executed / self.layers_full if self.token_ids else 0.0
 
     @property
     def layers_full(self) -> int:
@@ -157,6 +175,7 @@ class Engine:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
         self.compiled = CompiledLayers() if compile and self.uses_graphs else None
         self._kept: _KeptDecoder | None = None
+        self._pace = Pace()
         self._lock = threading.Lock()
 
     def _can_use_graphs(self) -> bool:
@@ -179,7 +198,7 @@ class Engine:
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode))
-        for _ in self._decode(request, results):
+        for _ in self._decoded(request, results):
             pass
         return results
 
@@ -191,8 +210,11 @@ class Engine:
             raise DepthDecayError("streaming text needs a tokenizer; Engine(model, tokenizer, plan) takes one")
         request = prepare_request(self, [prompt], max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode))
-        pieces = (pieces[0] for pieces in self._decode(request, results) if pieces[0])
+        pieces = (pieces[0] for pieces in self._decoded(request, results) if pieces[0])
         return Stream(pieces, results[0])
+
+    def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        return (self._decode_lossless if results[0].mode == "lossless" else self._decode)(request, results)
 
     def _mode(self, mode: str | None) -> str:
         mode = mode or ("full" if self.plan is None else "decay")
@@ -249,6 +271,51 @@ class Engine:
             result.prefill_seconds = prefill_seconds
             result.cache_bytes = cache.nbytes
             result.cache_bytes_saved = cache.nbytes_uniform - cache.nbytes
+        if any(rest):
+            yield rest
+
+    def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """The same story in windows: each yields some tokens for every row, all of them the full model's."""
+        started = time.perf_counter()
+        require_eval(self.stack.model)
+        plan = self.plan or drafting_plan(self.stack.num_layers)
+        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
+        rows = [_Row(result, self.tokenizer, request) for result in results]
+        run = LosslessRun(
+            self.stack,
+            plan,
+            self.repairs,
+            prompt,
+            request.prompts,
+            self._sampler(request, prompt),
+            request.max_new_tokens,
+            pace=self._pace,
+            lookup=request.lookup,
+        )
+        if request.stopping_criteria:
+            raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
+        windows = run.run()
+        for number, got in enumerate(windows):
+            if number == 0:
+                prefill_seconds = time.perf_counter() - started
+            pieces = [""] * len(rows)
+            for index, (row, tokens) in enumerate(zip(rows, got, strict=True)):
+                for place, token in enumerate(tokens):
+                    if row.finished:
+                        break
+                    pieces[index] += row.take(token, self.stack.num_layers)
+                    row.result.draft_depths.append(run.source_of(index, place))
+                if row.finished:
+                    run.active[index] = False
+            yield [Piece(piece, self.stack.num_layers) for piece in pieces]
+        rest = [Piece(row.finish_text(), self.stack.num_layers) for row in rows]
+        cache = run.decoder.cache
+        for index, result in enumerate(results):
+            result.drafted, result.accepted = run.drafted[index], run.accepted[index]
+            result.verifications, result.layer_passes = run.verifications[index], run.layer_passes[index]
+            result.seconds = time.perf_counter() - started
+            result.prefill_seconds = prefill_seconds
+            result.cache_bytes = cache.nbytes
         if any(rest):
             yield rest
 

@@ -33,6 +33,7 @@ class Request:
     seed: int | None
     logits_processor: Sequence[Any] | None
     stopping_criteria: StoppingCriteriaList
+    lookup: bool  # in lossless mode: draft what followed the same words before
 
 
 def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, settings: dict[str, Any]) -> Request:
@@ -62,6 +63,7 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
         seed=_seed(settings.get("seed")) if config.do_sample else None,
         logits_processor=_functions("logits_processor", settings.get("logits_processor")),
         stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
+        lookup=_yes_or_no("lookup", settings.get("lookup", True), vocabulary),
     )
 
 
@@ -150,7 +152,7 @@ _PASSED_ON: dict[str, _Check] = {
     "suppress_tokens": _tokens,
     "sequence_bias": _biases,
 }
-_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria")
+_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria", "lookup")
 
 # What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.
 _NOT_DONE: dict[str, Any] = {

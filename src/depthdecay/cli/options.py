@@ -64,7 +64,14 @@ WarmupTokens = Annotated[int | None, typer.Option(help="Tokens at full depth bef
 CoreHead = Annotated[int | None, typer.Option(help="First layers that always run [2].", rich_help_panel=_PLAN)]
 CoreTail = Annotated[int | None, typer.Option(help="Last layers that always run [2].", rich_help_panel=_PLAN)]
 MinLayers = Annotated[int | None, typer.Option(help="The depth never falls below this.", rich_help_panel=_PLAN)]
-Mode = Annotated[str | None, typer.Option(metavar="full|decay", help="full ignores the plan.", rich_help_panel=_PLAN)]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="full|decay|lossless",
+        help="full ignores the plan; lossless only drafts by it, and says what full depth would.",
+        rich_help_panel=_PLAN,
+    ),
+]
 
 MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", rich_help_panel=_TEXT)]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_TEXT)]
@@ -224,8 +231,8 @@ def open_engine(
 ) -> tuple[LoadedModel, Engine]:
     """Everything that can be refused without the model is refused first."""
     check_new_tokens(new_tokens)
-    if mode not in (None, "full", "decay"):
-        raise DepthDecayError(f"--mode is {mode!r}; expected full or decay")
+    if mode not in (None, "full", "decay", "lossless"):
+        raise DepthDecayError(f"--mode is {mode!r}; expected full, decay or lossless")
     if mode == "decay" and not plan.given:
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
     stored = plan.load()
