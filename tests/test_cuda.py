@@ -285,3 +285,21 @@ def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
     repairs = Repairs.load(tmp_path / "repairs.safetensors").placed([next(model.parameters())] * LAYERS)
     again = Simulator(run.held_out).measure(plan, repairs)
     assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text", "gpt2", "mixtral"])
+def test_lossless_graphs_say_what_full_depth_says(
+    architecture: str, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from depthdecay.windows import Drafter
+
+    lengths = iter((1, 5, 3, 0, 7) * 100)
+    monkeypatch.setattr(Drafter, "window", lambda self: next(lengths))
+    plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5])
+    engine = dd.Engine(on_gpu(architecture), plan=plan, compile=compile)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        for settings in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+            full = [r.token_ids for r in engine.generate(prompts, 40, mode="full", eos_token_id=None, **settings)]
+            lossless = engine.generate(prompts, 40, mode="lossless", eos_token_id=None, **settings)
+            assert [r.token_ids for r in lossless] == full

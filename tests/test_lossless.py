@@ -210,3 +210,30 @@ def test_costs_come_from_what_was_timed() -> None:
     assert costs.verify(5) == pytest.approx(1.4)
     assert costs.verify(3) == pytest.approx(1.2)
     assert costs.verify(1) == 1.0
+
+
+class Replay:
+    """Stands in for a CUDA graph: runs the recorded pass."""
+
+    def __init__(self, decoder: Any, depth: int, size: int, bucket: int) -> None:
+        self.decoder, self.depth, self.size, self.bucket = decoder, depth, size, bucket
+
+    def replay(self) -> None:
+        self.decoder.go_to(self.depth)
+        with self.decoder._decoding_layout(self.bucket), self.decoder._shared_layers():
+            self.decoder._columns(self.size, self.bucket)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_graph_path_says_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets, padded windows and the device's clock, without a GPU."""
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, *key: Replay(self, *key))
+    engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]))
+    expected = [token_ids(engine, "full", prompts, 30, eos_token_id=None) for prompts in (PROMPTS[:1], PROMPTS)]
+    engine.uses_graphs = True
+    for prompts, tokens in zip((PROMPTS[:1], PROMPTS), expected, strict=True):
+        for settings in ({}, {"lookup": False}):
+            assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None, **settings) == tokens

@@ -22,6 +22,7 @@ class Clock:
     filled: int = 0
     position: torch.Tensor | None = None
     bucket: int = 0
+    columns: torch.Tensor | None = None  # where a pass over several tokens writes; `position` is the first of them
 
 
 class LayerCache(CacheLayerMixin):
@@ -91,7 +92,7 @@ class LayerCache(CacheLayerMixin):
 
     def enter_bucket(self) -> None:
         """Point the views that a graph reads and writes at the clock's bucket (or at none, off the graph path)."""
-        self.position = self.clock.position
+        self.position = self.clock.position if self.clock.columns is None else self.clock.columns
         if self.position is None or self.keys is None or self.values is None:
             self.key_view = self.value_view = None
             return
@@ -117,10 +118,11 @@ class PlannedCache(Cache):
         """True while a device position is in use: transformers then builds a mask always, as a graph needs."""
         return self.clock.position is not None
 
-    def on_device(self, position: torch.Tensor | None, bucket: int = 0) -> None:
+    def on_device(self, position: torch.Tensor | None, bucket: int = 0, columns: torch.Tensor | None = None) -> None:
         """Hand the clock to the device (graph decoding over `bucket` positions), or back to the host with None."""
         self.clock.position = position
         self.clock.bucket = bucket
+        self.clock.columns = columns
         for layer in self.planned:
             layer.enter_bucket()
 

@@ -16,7 +16,8 @@ from .cache import PlannedCache, bucket_for
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
-from .lossless import LosslessRun, Pace, drafting_plan
+from .lossless import LosslessDecoder, LosslessRun, Pace, drafting_plan
+from .lossless_graphs import LosslessGraphDecoder
 from .mailbox import Mailbox
 from .plan import Plan
 from .plan_check import check_plan
@@ -25,6 +26,7 @@ from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
 from .stack import Stack, primary_device, require_eval
 from .text import TextStream
+from .windows import LONGEST
 
 MODES = ("full", "decay", "lossless")
 
@@ -281,6 +283,7 @@ class Engine:
         plan = self.plan or drafting_plan(self.stack.num_layers)
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
         rows = [_Row(result, self.tokenizer, request) for result in results]
+        decoder = self._lossless_decoder(plan, prompt, request.max_new_tokens)
         run = LosslessRun(
             self.stack,
             plan,
@@ -289,6 +292,7 @@ class Engine:
             request.prompts,
             self._sampler(request, prompt),
             request.max_new_tokens,
+            decoder=decoder,
             pace=self._pace,
             lookup=request.lookup,
         )
@@ -318,6 +322,11 @@ class Engine:
             result.cache_bytes = cache.nbytes
         if any(rest):
             yield rest
+
+    def _lossless_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> LosslessDecoder:
+        if not self.uses_graphs:
+            return LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST)
+        return LosslessGraphDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, self.compiled)
 
     def _sampler(self, request: Request, prompt: Prompt) -> Sampler:
         return Sampler(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from .decoding import EagerDecoder, Prompt
 from .errors import one_line
 from .plan import Plan
 from .repairs import Repairs, repaired
-from .stack import Stack, replaced
+from .stack import LayerPass, Stack, replaced
 
 
 @dataclass
@@ -63,7 +63,87 @@ class CompiledLayers:
         return run_layer
 
 
-class GraphDecoder(EagerDecoder):
+class Capturer:
+    """Captures passes as CUDA graphs, all in one pool of memory and on one side stream."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.side_stream: torch.cuda.Stream | None = None
+
+    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The graph of `run`. Inside it nothing may be initialised or compiled, so `warm_up` goes ahead."""
+        graph = torch.cuda.CUDAGraph()
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace for every stream
+        side = self.side_stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            warm_up()
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            side.synchronize()
+            # cuBLAS keeps its workspaces outside the pool and others may free them (transformers' compiled generate
+            # does). Cleared, they are allocated anew inside the capture, and the graph owns what it writes to.
+            torch._C._cuda_clearCublasWorkspaces()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # ending a broken capture fails too, and would hide the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
+
+
+class OnDevice:
+    """What decoders have in common whose passes go by a clock on the device."""
+
+    stack: Stack
+    cache: PlannedCache
+    compiled: CompiledLayers | None
+    layer_pass: LayerPass
+    position: torch.Tensor | None
+
+    @contextlib.contextmanager
+    def _decoding_layout(self, bucket: int) -> Iterator[None]:
+        """Passes inside go by the device's clock, over the first `bucket` positions."""
+        optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
+        # Plain layers would copy keys and values for every head; compiled ones keep what they were measured with.
+        attention = grouped_steps(self.stack.model.config) if self.compiled is None else contextlib.nullcontext()
+        self.cache.on_device(self.position, bucket)
+        try:
+            with optimise(), attention:
+                yield
+        finally:
+            self.cache.on_device(None)
+
+    @contextlib.contextmanager
+    def _shared_layers(self) -> Iterator[None]:
+        """Compiled layers, where asked for: one index for all of them, so that one compilation serves all."""
+        if self.compiled is None:
+            yield
+            return
+        with contextlib.ExitStack() as undo:
+            for layer in self.stack.layers:
+                for module in layer.modules():
+                    if isinstance(getattr(module, "layer_idx", None), int):
+                        undo.enter_context(replaced(module, "layer_idx", 0))
+            # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
+            undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            plain = self.layer_pass.repairs
+            self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
+            self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
+            try:
+                yield
+            finally:
+                self.layer_pass.run_layer = None
+                self.layer_pass.repairs = plain
+
+
+class GraphDecoder(OnDevice, EagerDecoder):
     """Decoding as CUDA graphs, one per depth and bucket of positions, captured when first needed.
 
     A graph advances token and position by itself, so the host replays graphs without ever waiting for the device.
@@ -84,8 +164,7 @@ class GraphDecoder(EagerDecoder):
         super().__init__(stack, plan, cache, new_tokens, repairs)
         self.compiled = compiled
         self.graphs: dict[tuple[int, int], _Graph] = {}
-        self.pool: Any = None
-        self.side_stream: torch.cuda.Stream | None = None
+        self.capturer = Capturer()
         self.is_compared = False  # compiled layers have been held against the plain ones
         self.position: torch.Tensor | None = None
 
@@ -150,34 +229,17 @@ class GraphDecoder(EagerDecoder):
 
     def _capture(self, depth: int, bucket: int) -> _Graph:
         self.go_to(depth)
-        graph = torch.cuda.CUDAGraph()
-        if self.side_stream is None:
-            self.side_stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace for every stream
-        side = self.side_stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), self._decoding_layout(bucket):
-            self._warm_up(bucket)
-            if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
+
+        def run() -> None:
             self.layer_pass.layers_executed = 0
-            side.synchronize()
-            # cuBLAS keeps its workspaces outside the pool and others may free them (transformers' compiled generate
-            # does). Cleared, they are allocated anew inside the capture, and the graph owns what it writes to.
-            torch._C._cuda_clearCublasWorkspaces()
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                with self._shared_layers():
-                    self._pass(bucket)
-                assert self.position is not None
-                self.position += 1
-                self.static_position_ids += 1
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # ending a broken capture fails too, and would hide the reason
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.current_stream().wait_stream(side)
+            with self._shared_layers():
+                self._pass(bucket)
+            assert self.position is not None
+            self.position += 1
+            self.static_position_ids += 1
+
+        with self._decoding_layout(bucket):
+            graph = self.capturer.capture(lambda: self._warm_up(bucket), run)
         return _Graph(graph, self.layer_pass.layers_executed)
 
     def _warm_up(self, bucket: int) -> None:
@@ -188,7 +250,7 @@ class GraphDecoder(EagerDecoder):
         without a word.
         """
         if self.compiled is None:
-            if self.pool is None:
+            if self.capturer.pool is None:
                 self._pass(bucket)
             return
         tokens = self.static_tokens.clone()
@@ -211,38 +273,3 @@ class GraphDecoder(EagerDecoder):
         self.static_logits.copy_(logits)
         # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
         self.static_tokens.copy_(logits.argmax(dim=-1, keepdim=True))
-
-    @contextlib.contextmanager
-    def _decoding_layout(self, bucket: int) -> Iterator[None]:
-        """Passes inside go by the device's clock, over the first `bucket` positions."""
-        optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
-        # Plain layers would copy keys and values for every head; compiled ones keep what they were measured with.
-        attention = grouped_steps(self.stack.model.config) if self.compiled is None else contextlib.nullcontext()
-        self.cache.on_device(self.position, bucket)
-        try:
-            with optimise(), attention:
-                yield
-        finally:
-            self.cache.on_device(None)
-
-    @contextlib.contextmanager
-    def _shared_layers(self) -> Iterator[None]:
-        """Compiled layers, where asked for: one index for all of them, so that one compilation serves all."""
-        if self.compiled is None:
-            yield
-            return
-        with contextlib.ExitStack() as undo:
-            for layer in self.stack.layers:
-                for module in layer.modules():
-                    if isinstance(getattr(module, "layer_idx", None), int):
-                        undo.enter_context(replaced(module, "layer_idx", 0))
-            # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
-            undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
-            plain = self.layer_pass.repairs
-            self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
-            self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
-            try:
-                yield
-            finally:
-                self.layer_pass.run_layer = None
-                self.layer_pass.repairs = plain

@@ -62,15 +62,18 @@ class LosslessDecoder(EagerDecoder):
     def __init__(
         self, stack: Stack, plan: Plan, prompt: Prompt, new_tokens: int, repairs: Repairs, longest: int
     ) -> None:
-        room = prompt.length + new_tokens + longest + 1
-        super().__init__(stack, plan, PlannedCache([room] * stack.num_layers, stack.windows), new_tokens, repairs)
-        self.room = room
+        self.room = self._room(prompt.length + new_tokens + longest + 1)
+        cache = PlannedCache([self.room] * stack.num_layers, stack.windows)
+        super().__init__(stack, plan, cache, new_tokens, repairs)
         self.batch = prompt.ids.shape[0]
+        self.mask = torch.ones((self.batch, self.room), dtype=torch.long, device=prompt.ids.device)
+
+    def _room(self, columns: int) -> int:
+        return columns
 
     def prefill(self, prompt: Prompt) -> int:
         executed = super().prefill(prompt)
-        device = prompt.ids.device
-        self.mask = torch.ones((self.batch, self.room), dtype=torch.long, device=device)
+        self.mask.fill_(1)
         if prompt.mask is not None:
             self.mask[:, : prompt.length] = prompt.mask
         self.next_position = prompt.position_ids[:, -1:] + 1
@@ -135,7 +138,7 @@ class LosslessDecoder(EagerDecoder):
                 if states is not None:
                     index = source[:, :, None, None].expand(-1, -1, *states.shape[2:])
                     states.copy_(states.gather(0, index))
-        self.mask = torch.where((columns < by).T, 0, self.mask.gather(1, source.T))
+        self.mask.copy_(torch.where((columns < by).T, 0, self.mask.gather(1, source.T)))
 
     def _pass(self, ids: torch.Tensor, positions: torch.Tensor, depth: int, keep: int = 1) -> torch.Tensor:
         """The model's own forward over some new columns; logits of the last `keep` of them."""
@@ -210,11 +213,12 @@ class LosslessRun:
         sampler: Sampler,
         new_tokens: int,
         *,
+        decoder: LosslessDecoder,
         pace: Pace,
         lookup: bool = True,
         longest: int = LONGEST,
     ) -> None:
-        self.decoder = LosslessDecoder(stack, plan, prompt, new_tokens, repairs, longest)
+        self.decoder = decoder
         self.prompt = prompt
         self.texts = [list(text) for text in texts]  # prompt and answer so far, by row
         self.answered = [0] * len(texts)
