@@ -31,7 +31,7 @@ from depthdecay.models import load
 JSON_FIELDS = {
     *("text", "token_ids", "depths", "layers_executed", "layers_full", "layer_speedup", "ms_per_token"),
     *("tokens_per_second", "mode", "plan", "finish_reason", "seconds", "prompt_tokens", "model", "seed"),
-    *("cache_bytes", "cache_bytes_saved"),
+    *("cache_bytes", "cache_bytes_saved", "lossless"),
 }
 
 
@@ -429,6 +429,20 @@ def test_in_a_terminal_show_depth_colours_and_draws(tiny: str) -> None:
     assert "\x1b[38;" in text
     assert "│" in text
     assert "layer speed-up" in text
+
+
+def test_lossless_says_what_full_depth_says_and_what_it_took(tiny: str) -> None:
+    full = json.loads(run("generate", "-m", tiny, "-n", "24", "--mode", "full", "--json", "hello").stdout)
+    lossless = json.loads(run("generate", "-m", tiny, "-n", "24", "--mode", "lossless", "--json", "hello").stdout)
+    assert lossless["token_ids"] == full["token_ids"]
+    assert lossless["text"] == full["text"]
+    assert full["lossless"] is None
+    account = lossless["lossless"]
+    assert len(account["draft_depths"]) == len(lossless["token_ids"])
+    assert account["accepted"] <= account["drafted"]
+    assert account["verifications"] >= 1
+    shown = run("chat", "-m", tiny, "--mode", "lossless", "-n", "8", input="hi\n")
+    assert shown.exit_code == 0, shown.output
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
         "ms_per_token": ms_per_token,
         "tokens_per_second": 1000 / ms_per_token if ms_per_token else None,
         "mode": result.mode,
-        "plan": opt.plan_dict(plan) if plan is not None and result.mode == "decay" else None,
+        "plan": opt.plan_dict(plan) if plan is not None and result.mode != "full" else None,
         "finish_reason": result.finish_reason,
         "seconds": result.seconds,
         "prompt_tokens": result.prompt_tokens,
@@ -160,4 +160,17 @@ def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
         "seed": result.seed,
         "cache_bytes": result.cache_bytes,
         "cache_bytes_saved": result.cache_bytes_saved,
+        "lossless": lossless_account(result) if result.mode == "lossless" else None,
+    }
+
+
+def lossless_account(result: Result) -> dict[str, Any]:
+    """What drafting took and brought; `draft_depths` says what proposed each token (null: the full pass itself)."""
+    return {
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "acceptance": result.acceptance,
+        "verifications": result.verifications,
+        "passes_per_token": result.passes_per_token,
+        "draft_depths": result.draft_depths,
     }

@@ -237,7 +237,10 @@ def open_engine(
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
     stored = plan.load()
     loaded = model.load(quiet)
-    return loaded, model.engine(loaded, plan.choose(loaded.model, loaded.name, stored, new_tokens))
+    chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
+    if chosen is None and mode == "lossless" and loaded.name == DEFAULT_MODEL:
+        chosen = Plan.load(DEFAULT_PLAN)  # it drafts better than a guess
+    return loaded, model.engine(loaded, chosen)
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:

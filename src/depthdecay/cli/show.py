@@ -113,6 +113,8 @@ def summary(result: Result) -> str:
         words.append(f"{1000 / result.ms_per_token:.1f} tokens/s")
     words.append(f"{result.layers_executed} of {result.layers_full} layers")
     words.append(f"layer speed-up {result.layer_speedup:.2f}x")
+    if result.mode == "lossless":
+        words.append(f"{result.accepted} of {result.drafted} drafts kept, {result.verifications} verifications")
     return " · ".join(words)
 
 
