@@ -237,3 +237,9 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
     for prompts, tokens in zip((PROMPTS[:1], PROMPTS), expected, strict=True):
         for settings in ({}, {"lookup": False}):
             assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None, **settings) == tokens
+        kept = engine._kept_lossless
+        shorter = [prompt[1:] for prompt in prompts]
+        engine.generate(shorter, 20, mode="lossless", eos_token_id=None)  # graphs and cache are used again
+        assert engine._kept_lossless is kept
+        again = token_ids(engine, "lossless", prompts, 30, eos_token_id=None)
+        assert again == tokens

@@ -178,6 +178,8 @@ class Engine:
         self.compiled = CompiledLayers() if compile and self.uses_graphs else None
         self._kept: _KeptDecoder | None = None
         self._pace = Pace()
+        self._kept_lossless: LosslessGraphDecoder | None = None
+        self.drafting_plan = plan or drafting_plan(self.stack.num_layers)
         self._lock = threading.Lock()
 
     def _can_use_graphs(self) -> bool:
@@ -280,53 +282,56 @@ class Engine:
         """The same story in windows: each yields some tokens for every row, all of them the full model's."""
         started = time.perf_counter()
         require_eval(self.stack.model)
-        plan = self.plan or drafting_plan(self.stack.num_layers)
-        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [_Row(result, self.tokenizer, request) for result in results]
-        decoder = self._lossless_decoder(plan, prompt, request.max_new_tokens)
-        run = LosslessRun(
-            self.stack,
-            plan,
-            self.repairs,
-            prompt,
-            request.prompts,
-            self._sampler(request, prompt),
-            request.max_new_tokens,
-            decoder=decoder,
-            pace=self._pace,
-            lookup=request.lookup,
-        )
         if request.stopping_criteria:
             raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
-        windows = run.run()
-        for number, got in enumerate(windows):
-            if number == 0:
-                prefill_seconds = time.perf_counter() - started
-            pieces = [""] * len(rows)
-            for index, (row, tokens) in enumerate(zip(rows, got, strict=True)):
-                for place, token in enumerate(tokens):
-                    if row.finished:
-                        break
-                    pieces[index] += row.take(token, self.stack.num_layers)
-                    row.result.draft_depths.append(run.source_of(index, place))
-                if row.finished:
-                    run.active[index] = False
-            yield [Piece(piece, self.stack.num_layers) for piece in pieces]
-        rest = [Piece(row.finish_text(), self.stack.num_layers) for row in rows]
-        cache = run.decoder.cache
+        plan, layers = self.drafting_plan, self.stack.num_layers
+        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
+        rows = [_Row(result, self.tokenizer, request) for result in results]
+        with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens) as decoder:
+            sampler = self._sampler(request, prompt)
+            run = LosslessRun(decoder, prompt, request.prompts, sampler, pace=self._pace, lookup=request.lookup)
+            for number, got in enumerate(run.windows(request.max_new_tokens)):
+                if number == 0:
+                    prefill_seconds = time.perf_counter() - started
+                pieces = [""] * len(rows)
+                for index, (row, tokens) in enumerate(zip(rows, got, strict=True)):
+                    for place, token in enumerate(tokens):
+                        if not row.finished:
+                            pieces[index] += row.take(token, layers)
+                            row.result.draft_depths.append(run.source_of(index, place))
+                    run.active[index] &= not row.finished
+                yield [Piece(piece, layers) for piece in pieces]
+        rest = [Piece(row.finish_text(), layers) for row in rows]
         for index, result in enumerate(results):
             result.drafted, result.accepted = run.drafted[index], run.accepted[index]
             result.verifications, result.layer_passes = run.verifications[index], run.layer_passes[index]
             result.seconds = time.perf_counter() - started
             result.prefill_seconds = prefill_seconds
-            result.cache_bytes = cache.nbytes
+            result.cache_bytes = decoder.cache.nbytes
         if any(rest):
             yield rest
 
-    def _lossless_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> LosslessDecoder:
+    @contextlib.contextmanager
+    def _borrowed_lossless_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Iterator[LosslessDecoder]:
+        """New on a CPU; on CUDA the kept one, with its graphs, where it fits and no other batch is using it."""
         if not self.uses_graphs:
-            return LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST)
-        return LosslessGraphDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, self.compiled)
+            yield LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST)
+            return
+        with self._lock:
+            kept = self._kept_lossless
+            if kept is None or kept.is_busy or not kept.fits(prompt, new_tokens):
+                if kept is not None and not kept.is_busy:
+                    self._kept_lossless = None  # its memory is free before the next one takes more
+                longer = LosslessGraphDecoder(
+                    self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, self.compiled
+                )
+                kept = longer
+                self._kept_lossless = self._kept_lossless or kept
+            kept.is_busy = True
+        try:
+            yield kept
+        finally:
+            kept.is_busy = False
 
     def _sampler(self, request: Request, prompt: Prompt) -> Sampler:
         return Sampler(

@@ -20,7 +20,7 @@ from .plan import Plan
 from .repairs import Repairs
 from .sampling import Sampler, gumbel_noise
 from .stack import Stack
-from .windows import LONGEST, Drafter, StepCosts, found_again
+from .windows import Drafter, StepCosts, found_again
 
 # What a further token in a verification costs until one has been timed: little, since reading weights is most of it.
 _UNTIMED = 0.02
@@ -65,11 +65,21 @@ class LosslessDecoder(EagerDecoder):
         self.room = self._room(prompt.length + new_tokens + longest + 1)
         cache = PlannedCache([self.room] * stack.num_layers, stack.windows)
         super().__init__(stack, plan, cache, new_tokens, repairs)
+        self.longest = longest
+        self.is_busy = False
         self.batch = prompt.ids.shape[0]
         self.mask = torch.ones((self.batch, self.room), dtype=torch.long, device=prompt.ids.device)
 
     def _room(self, columns: int) -> int:
         return columns
+
+    def fits(self, prompt: Prompt, new_tokens: int) -> bool:
+        """Whether another request can be decoded in the same room."""
+        return (
+            self.batch == prompt.ids.shape[0]
+            and new_tokens <= self.new_tokens
+            and self._room(prompt.length + new_tokens + self.longest + 1) <= self.room
+        )
 
     def prefill(self, prompt: Prompt) -> int:
         executed = super().prefill(prompt)
@@ -205,18 +215,13 @@ class LosslessRun:
 
     def __init__(
         self,
-        stack: Stack,
-        plan: Plan,
-        repairs: Repairs,
+        decoder: LosslessDecoder,
         prompt: Prompt,
         texts: list[list[int]],
         sampler: Sampler,
-        new_tokens: int,
         *,
-        decoder: LosslessDecoder,
         pace: Pace,
         lookup: bool = True,
-        longest: int = LONGEST,
     ) -> None:
         self.decoder = decoder
         self.prompt = prompt
@@ -224,12 +229,11 @@ class LosslessRun:
         self.answered = [0] * len(texts)
         self.active = [True] * len(texts)
         self.sampler = RowSampler(sampler)
-        self.new_tokens = new_tokens
-        self.longest = longest
         self.lookup = lookup
         self.pace = pace
+        plan, longest = decoder.plan, decoder.longest
         self.depth = plan.schedule.final_depth
-        costs = Costs(stack, plan, repairs)
+        costs = Costs(decoder.stack, plan, decoder.repairs)
         self.draft_share = costs.at(self.depth) / costs.full()
         self.shallow = Drafter(pace.costs(self.draft_share), longest=longest)
         self.found = Drafter(StepCosts(0.0), prior=0.6, longest=longest)
@@ -241,9 +245,9 @@ class LosslessRun:
         """What proposed a token of the last window: a depth, 0 for the text before, None for the full pass itself."""
         return self._sources[row][place]
 
-    def run(self) -> Iterator[list[list[int]]]:
+    def windows(self, new_tokens: int) -> Iterator[list[list[int]]]:
         """By window, the tokens that each row got; a row that was ended from outside gets no more."""
-        decoder = self.decoder
+        decoder, self.new_tokens = self.decoder, new_tokens
         with torch.no_grad():
             decoder.prefill(self.prompt)
             first = self.sampler.pick(decoder.logits, [0] * len(self.texts), [])
@@ -269,7 +273,7 @@ class LosslessRun:
         last = torch.tensor([[text[-1]] for text in self.texts], device=device)
         indices = [count - 1 for count in self.answered]
         left = max(self.new_tokens - count for count, on in zip(self.answered, self.active, strict=True) if on)
-        drafts, source = self._drafts(last, indices, min(left - 1, self.longest))
+        drafts, source = self._drafts(last, indices, min(left - 1, decoder.longest))
         width = 0 if drafts is None else drafts.shape[1]
         if drafts is None:
             drafts = last[:, :0]
@@ -281,7 +285,7 @@ class LosslessRun:
         kept = [right[row] + 1 if self.active[row] else 1 for row in range(len(rows))]
         most = max(kept)
         kept = [kept[row] if self.active[row] else most for row in range(len(rows))]
-        decoder.keep(kept, self.active, self.longest + 1)
+        decoder.keep(kept, self.active, decoder.longest + 1)
         self._learn(source, width, kept)
         return [tokens[:count] for tokens, count in zip(rows, kept, strict=True)]
 
@@ -290,7 +294,7 @@ class LosslessRun:
         if most < 1:
             return None, None
         if self.lookup and len(self.texts) == 1:
-            again = found_again(self.texts[0], min(most, self.longest))
+            again = found_again(self.texts[0], most)
             self.found.costs = StepCosts(0.0, self.pace.costs(self.draft_share).verify)
             wanted = min(self.found.window(), len(again)) if again else 0
             if wanted:
