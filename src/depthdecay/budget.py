@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -24,7 +25,7 @@ class Costs:
         self.plan = plan
         found = Repairs.of_plan(plan) if repairs is None else repairs
         self.repairs = Repairs() if found is None else found
-        self.item = next(stack.layers[0].parameters()).element_size()
+        self.item = stack.examples()[0].element_size()
 
     def at(self, depth: int) -> int:
         """Bytes of one step at this depth."""
@@ -86,11 +87,13 @@ def plan_at_speedup(
     costs = Costs(stack, plan, repairs)
     lowest = max(1, plan.ladder.min_layers, min_layers or 0)
     wanted = Fraction(exact_decimal("speed-up", speedup))
+    if not 1 <= wanted <= plan.num_layers:
+        raise DepthDecayError(f"speed-up is {speedup}; expected a number from 1 to {plan.num_layers}, the layers")
     full = plan.num_layers * over_tokens
 
     def made(asked: Fraction) -> Plan:
-        number = Decimal(asked.numerator) / Decimal(asked.denominator)
-        alpha = solve_alpha(plan.num_layers, round(number, 6), over_tokens, warmup_tokens, lowest)
+        units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than asked
+        alpha = solve_alpha(plan.num_layers, Decimal(units).scaleb(-6), over_tokens, warmup_tokens, lowest)
         return replace(
             plan, schedule=PowerSchedule(plan.num_layers, alpha, warmup_tokens, lowest, over_tokens), rule="decay"
         )
@@ -102,23 +105,35 @@ def plan_at_speedup(
     candidate = made(wanted)
     if reached(candidate) >= wanted:
         return candidate
-    # Maps cost something, so a little more decay is asked for until the sum fits.
-    low, high = wanted, wanted
-    for _ in range(12):
-        high = high * Fraction(51, 50)
-        try:
-            candidate = made(high)
-        except DepthDecayError:
-            raise DepthDecayError(
-                f"a speed-up of {float(wanted):g} over {over_tokens} tokens cannot be reached with this plan's ladder, "
-                f"which goes down to {lowest} layers and whose repairs cost something too"
-            ) from None
-        if reached(candidate) >= wanted:
-            break
-    for _ in range(10):
+    # Maps cost something, so more decay is asked for, up to the most that the ladder has, until the sum fits.
+    low, high = wanted, Fraction(full, plan.num_layers + lowest * (over_tokens - 1))
+    high = max(low, Fraction(int(high * 10**6), 10**6))
+    try:
+        best = made(high)
+    except DepthDecayError:  # a warm-up leaves less
+        best, high = _most(made, low, high)
+    if reached(best) < wanted:
+        raise DepthDecayError(
+            f"a speed-up of {float(wanted):g} over {over_tokens} tokens cannot be reached with this plan's ladder, "
+            f"which goes down to {lowest} layers and whose repairs cost something too"
+        )
+    for _ in range(24):
         middle = (low + high) / 2
-        if reached(made(middle)) >= wanted:
-            high = middle
+        candidate = made(middle)
+        if reached(candidate) >= wanted:
+            best, high = candidate, middle
         else:
             low = middle
-    return made(high)
+    return best
+
+
+def _most(made: Callable[[Fraction], Plan], low: Fraction, high: Fraction) -> tuple[Plan, Fraction]:
+    """The most decay that can be made between two that are asked for; the lower can."""
+    best = made(low)
+    for _ in range(30):
+        middle = (low + high) / 2
+        try:
+            best, low = made(middle), middle
+        except DepthDecayError:
+            high = middle
+    return best, low

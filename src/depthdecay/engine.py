@@ -218,6 +218,7 @@ class Engine:
         return Stream(pieces, results[0])
 
     def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         return (self._decode_lossless if results[0].mode == "lossless" else self._decode)(request, results)
 
     def _mode(self, mode: str | None) -> str:

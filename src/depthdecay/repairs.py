@@ -80,6 +80,8 @@ class Repair:
         return sum(part.numel() for part in self.parts)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Repair:
+        if self.bias.device == device and self.bias.dtype == dtype:
+            return self
         return Repair(self.start, self.end, *(part.to(device=device, dtype=dtype) for part in self.parts))
 
 
@@ -136,7 +138,7 @@ class Repairs:
                 if id(repair) not in numbers:
                     numbers[id(repair)] = len(numbers)
                     for name, part in zip(_PARTS, repair.parts, strict=False):
-                        tensors[f"{numbers[id(repair)]}.{name}"] = _packed(part.detach().cpu().contiguous())
+                        tensors[f"{numbers[id(repair)]}.{name}"] = _packed(part.detach().cpu().clone())
                 table[str(depth)].append([repair.start, repair.end, numbers[id(repair)]])
         draft = file.with_name(f".{file.name}.tmp")
         try:
@@ -165,7 +167,7 @@ class Repairs:
             at_depth: dict[int, tuple[Repair, ...]] = {}
             for depth, entries in table.items():
                 for start, end, number in entries:
-                    parts = [tensors[f"{number}.{part}"] for part in _PARTS if f"{number}.{part}" in tensors]
+                    parts = _parts_of(tensors, start, end, number)
                     if not all(torch.isfinite(part).all() for part in parts):
                         raise DepthDecayError(f"{file} holds numbers that are not finite")
                     maps.setdefault((start, end, number), Repair(start, end, *parts))
@@ -188,6 +190,23 @@ class Repairs:
         return cls.load(plan.folder / plan.repairs)
 
 
+def _parts_of(tensors: Mapping[str, torch.Tensor], *entry: Any) -> list[torch.Tensor]:
+    """One map's tensors by name: the linear part whole, and neurons whole or not at all, shapes that fit."""
+    if not all(type(value) is int for value in entry):
+        raise ValueError(f"an entry of its table is {entry}")
+    number = entry[2]
+    names = _PARTS if f"{number}.gate" in tensors or f"{number}.out" in tensors else _PARTS[:3]
+    parts = [tensors[f"{number}.{name}"] for name in names]
+    down, up = parts[:2]
+    shapes = [(down.shape[0], up.shape[0]), (up.shape[0], down.shape[0]), (up.shape[0],)]
+    if len(parts) == 6:
+        neurons = parts[3].shape[0]
+        shapes += [(neurons, up.shape[0]), (neurons, up.shape[0]), (up.shape[0], neurons)]
+    if [tuple(part.shape) for part in parts] != shapes:
+        raise ValueError(f"the shapes of map {number} do not fit each other")
+    return parts
+
+
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """In half the bytes where nothing is lost by it: maps of 32-bit models are rounded when they are fitted."""
     if tensor.dtype != torch.float32:
@@ -204,7 +223,7 @@ def repairs_for(stack: Stack, plan: Plan | None, repairs: Repairs | None = None)
     if found is None:
         return Repairs()
     found.check(plan, stack.hidden_size)
-    return found.placed([next(layer.parameters()) for layer in stack.layers])
+    return found.placed(stack.examples())
 
 
 def reached_depths(plan: Plan) -> tuple[int, ...]:

@@ -143,6 +143,18 @@ class Stack:
         length = self._tuple_lengths.get(index, 0)
         return (hidden,) + (None,) * (length - 1) if length else hidden
 
+    def examples(self) -> list[torch.Tensor]:
+        """A tensor of each layer's device and kind of numbers; packed weights are no numbers to compute in."""
+        dtype = self.model.dtype
+        found = []
+        for layer in self.layers:
+            floats = (p for p in layer.parameters() if p.is_floating_point() and p.element_size() > 1)
+            parameter = next(floats, None)
+            device = next(layer.parameters()).device if parameter is None else parameter.device
+            kind = dtype if parameter is None else parameter.dtype
+            found.append(torch.empty(0, device=device, dtype=kind))
+        return found
+
     @property
     def hidden_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).hidden_size)

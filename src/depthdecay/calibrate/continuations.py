@@ -13,6 +13,11 @@ from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.prompts import token_ids
 
+# The model's own penalties and stop strings would hide what the layers say.
+PLAIN_GREEDY: dict[str, Any] = {
+    **{"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    "stop": [],
+}
 _FIELDS = ("messages", "prompt", "question", "text", "instruction")
 
 
@@ -26,16 +31,17 @@ class Continuation:
 
 def read_prompts(path: str | Path) -> list[Any]:
     """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
-    file = Path(path).expanduser()
     try:
-        lines = file.read_bytes().decode("utf-8-sig").splitlines()
+        lines = Path(path).expanduser().read_bytes().decode("utf-8-sig").split("\n")
+    except RuntimeError:  # a home folder of nobody
+        raise DepthDecayError(f"the prompts '{path}' cannot be read: there is no such home folder") from None
     except OSError as error:
         raise DepthDecayError(f"the prompts '{path}' cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DepthDecayError(f"the prompts '{path}' are not UTF-8 text (byte {error.start})") from None
-    is_text = file.suffix == ".txt"
+    is_text = Path(path).suffix == ".txt"
     prompts = [
-        line if is_text else _prompt_of(line, f"{path}, line {number}")
+        line.strip() if is_text else _prompt_of(line, f"{path}, line {number}")
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -47,7 +53,7 @@ def read_prompts(path: str | Path) -> list[Any]:
 def _prompt_of(line: str, where: str) -> Any:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DepthDecayError(f"{where} is not JSON ({error}); expected one object a line") from None
     if isinstance(value, str):
         value = {"prompt": value}
@@ -93,11 +99,12 @@ def split_prompts(
 
     Where there are fewer than asked for, both parts shrink in proportion, down to eight and four.
     """
-    unique = {json.dumps(prompt, sort_keys=True): prompt for prompt in prompts}
+    unique = {_as_read(prompt): prompt for prompt in prompts}
     order = sorted(unique)  # the same whatever the file's order
     Random(seed).shuffle(order)
     wanted = calibration + held_out
     fitting: list[list[int]] = []
+    seen: set[tuple[int, ...]] = set()
     left_out = 0
     for key in order:
         if len(fitting) == wanted:
@@ -106,7 +113,9 @@ def split_prompts(
         if longest is not None and len(ids) > longest:
             left_out += 1
             continue
-        fitting.append(ids)
+        if tuple(ids) not in seen:  # a template may make two texts one
+            seen.add(tuple(ids))
+            fitting.append(ids)
     if len(fitting) < 12:
         long = f" ({left_out} are longer than {longest} tokens and were left out)" if left_out else ""
         raise DepthDecayError(
@@ -114,8 +123,18 @@ def split_prompts(
             "since some are held out"
         )
     if len(fitting) < wanted:
-        held_out = max(4, len(fitting) * held_out // wanted)
+        held_out = min(max(4, len(fitting) * held_out // wanted), len(fitting) - 8)
     return Split(fitting[held_out:], fitting[:held_out], left_out)
+
+
+def _as_read(prompt: Any) -> str:
+    """A prompt as a key: spaces and the form that it was given in make no other question of it."""
+    turns = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
+    if turns is not None and len(turns) == 1 and turns[0].get("role") == "user":
+        prompt = turns[0]["content"]
+    if isinstance(prompt, str):
+        return json.dumps(" ".join(prompt.split()))
+    return json.dumps(prompt, sort_keys=True)
 
 
 def continue_prompts(
@@ -133,7 +152,7 @@ def continue_prompts(
         chosen = order[start : start + batch]
         rows = [list(prompts[index]) for index in chosen]
         rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
-        results = engine.generate(rows, new_tokens, mode="full", do_sample=False)
+        results = engine.generate(rows, new_tokens, mode="full", **PLAIN_GREEDY)
         for index, result in zip(chosen, results, strict=False):
             found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))
         progress(min(start + batch, len(order)), len(order))

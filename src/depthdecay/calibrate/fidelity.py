@@ -36,6 +36,7 @@ class Fidelity:
     tokens_by_position: list[int]
     kl_by_prompt: list[float]
     agreement_by_prompt: list[float]
+    tokens_by_prompt: list[int]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,6 +87,7 @@ class Tally:
         self.counts = torch.zeros(columns, dtype=torch.float64)
         self.kl_by_prompt: list[float] = []
         self.agreement_by_prompt: list[float] = []
+        self.tokens_by_prompt: list[int] = []
 
     @torch.no_grad()
     def add(self, recording: Recording, batch: Batch, state: torch.Tensor) -> None:
@@ -98,6 +100,7 @@ class Tally:
             self.sums[:, :columns] += figures.sum(1).cpu()
             self.counts[:columns] += valid.sum(0).cpu()
             length = valid.sum(1)
+            self.tokens_by_prompt += length.tolist()
             self.kl_by_prompt += (figures[0].sum(1) / length).tolist()
             self.agreement_by_prompt += (figures[1].sum(1) / length).tolist()
 
@@ -111,19 +114,25 @@ class Tally:
         return Fidelity(
             kl=float(total[0]),
             agreement=float(total[1]),
-            perplexity=math.exp(total[2]),
-            full_perplexity=math.exp(total[3]),
+            perplexity=_exp(float(total[2])),
+            full_perplexity=_exp(float(total[3])),
             tokens=int(self.counts.sum()),
             prompts=len(self.kl_by_prompt),
             kl_by_position=by_position[0].tolist(),
             agreement_by_position=by_position[1].tolist(),
-            perplexity_by_position=by_position[2].exp().tolist(),
-            full_perplexity_by_position=by_position[3].exp().tolist(),
+            perplexity_by_position=[_exp(value) for value in by_position[2].tolist()],
+            full_perplexity_by_position=[_exp(value) for value in by_position[3].tolist()],
             entropy_by_position=by_position[4].tolist(),
             tokens_by_position=[int(count) for count in self.counts],
             kl_by_prompt=self.kl_by_prompt,
             agreement_by_prompt=self.agreement_by_prompt,
+            tokens_by_prompt=self.tokens_by_prompt,
         )
+
+
+def _exp(value: float) -> float:
+    """Bounded, so that a result file can hold it."""
+    return math.exp(min(value, 700.0))
 
 
 def compare(expected: torch.Tensor, given: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

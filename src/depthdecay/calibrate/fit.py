@@ -112,7 +112,9 @@ def stored(repair: Repair, example: torch.Tensor) -> Repair:
     """The map as it will be saved and run: 16 bits, also for a model of 32, on the example's device."""
     if example.dtype != torch.float32:
         return repair.to(example.device, example.dtype)
-    return repair.to(example.device, torch.float16).to(example.device, torch.float32)
+    rounded = repair.to(example.device, torch.float16).to(example.device, torch.float32)
+    finite = all(bool(torch.isfinite(part).all()) for part in rounded.parts)
+    return rounded if finite else repair.to(example.device, torch.float32)
 
 
 def _as_matrix(repair: Repair) -> torch.Tensor:

@@ -25,6 +25,7 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.identity import identity
 from depthdecay.ladder import Ladder, runs_of
 from depthdecay.plan import Plan
+from depthdecay.plan_file import PLAN_FILE
 from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.stack import Stack
 
@@ -43,7 +44,7 @@ class Goal:
         given = [value for value in (self.max_kl, self.max_agreement_loss, self.speedup) if value is not None]
         if len(given) != 1:
             raise DepthDecayError("give one of --max-kl, --max-agreement-loss and --speedup")
-        if not given[0] > (1 if self.speedup is not None else 0):
+        if not (1 if self.speedup is not None else 0) < given[0] < math.inf:
             raise DepthDecayError(f"the goal is {given[0]:g}; expected a budget above 0, or a speed-up above 1")
 
     @property
@@ -57,7 +58,7 @@ class Goal:
         return self.max_kl if self.max_kl is not None else self.max_agreement_loss
 
     def losses(self, fidelity: Fidelity) -> list[float]:
-        """What the budget bounds, prompt by prompt."""
+        """What the budget bounds, as the mean over each prompt's tokens."""
         if self.max_agreement_loss is not None:
             return [1 - agreement for agreement in fidelity.agreement_by_prompt]
         return fidelity.kl_by_prompt
@@ -72,7 +73,7 @@ class Settings:
 
     fit_prompts: int = 1024
     select_prompts: int = 64  # never fitted on: the search and all choices are decided by them
-    held_out_prompts: int = 128  # for the figures that the plan promises; nothing is chosen by them
+    held_out_prompts: int = 128  # for the figures that the plan promises; a plan over its budget is made slower
     new_tokens: int = 200
     search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
     rows: int = 32
@@ -137,7 +138,8 @@ class Calibrated:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> Path:
-        """Repairs first: a plan that is there is whole."""
+        """Repairs first, and no older plan beside them: a plan that is there belongs to its maps."""
+        (folder / PLAN_FILE).unlink(missing_ok=True)
         self.repairs.save(folder / REPAIRS_FILE)
         return self.plan.save(folder)
 
@@ -163,16 +165,21 @@ class Calibration:
         self.identity = identity(self.stack.model)
         device = self.stack.model.device
         self.say = say
-        self.settings = self._that_fit(settings or Settings.for_device(device), device)
+        self.settings = settings or Settings.for_device(device)
         split = self._split(prompts, tokenizer)
-        inputs = {"model": self.identity.to_dict(), "settings": repr(self.settings), "prompts": split.calibration}
-        self.work = WorkFolder(folder, {**inputs, "held_out": split.held_out})
+        inputs = {
+            "model": self.identity.to_dict(),
+            "numbers": f"{self.stack.model.dtype} {device.type}",
+            "settings": repr(self.settings),
+            "prompts": split.calibration,
+            "held_out": split.held_out,
+        }
+        self.work = WorkFolder(folder, inputs)
+        split = self._that_fit(split, device)
         texts = self._texts(split)
-        fit = (
-            self.settings.fit_prompts
-            * len(split.calibration)
-            // (self.settings.fit_prompts + self.settings.select_prompts)
-        )
+        self.settings = self._within_texts(texts)
+        wanted = self.settings.fit_prompts + self.settings.select_prompts
+        fit = max(4, self.settings.fit_prompts * len(split.calibration) // wanted)
         self.fit = self._record(texts[:fit], "reading calibration texts")
         self.select = self._record(texts[fit : len(split.calibration)], "reading texts to choose by")
         self.held_out = self._record(texts[len(split.calibration) :], "reading held-out texts")
@@ -182,20 +189,34 @@ class Calibration:
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self._size: FitSettings | None = None  # once chosen
 
-    def _that_fit(self, settings: Settings, device: torch.device) -> Settings:
-        """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy."""
-        size = next(self.stack.model.parameters()).element_size()
-        states = settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
-        most = int(0.7 * free_bytes(device) / (2.5 * states)) - settings.select_prompts - settings.held_out_prompts
-        if most >= settings.fit_prompts:
-            return settings
+    def _that_fit(self, split: Split, device: torch.device) -> Split:
+        """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy.
+
+        What was decided once is kept, so that an interrupted run goes on with the same prompts.
+        """
+        size = torch.empty((), dtype=self.stack.model.dtype).element_size()
+        states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
+        most = int(0.7 * free_bytes(device) / (2.5 * states)) - len(split.held_out)
+        most = self.work.read("prompts") or most
+        if most >= len(split.calibration):
+            return split
         if most < 8:
             raise DepthDecayError(
-                f"the states of {settings.select_prompts + settings.held_out_prompts} texts of {settings.new_tokens} "
-                "tokens leave no memory to calibrate in; ask for fewer --new-tokens or --held-out-prompts"
+                f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory to "
+                "calibrate in; ask for fewer --new-tokens or --held-out-prompts"
             )
-        self.say(f"the memory holds the states of {most} prompts, so fewer than {settings.fit_prompts} are used")
-        return replace(settings, fit_prompts=most)
+        self.work.write("prompts", most)
+        self.say(f"the memory holds the states of {most} prompts, so fewer than {len(split.calibration)} are used")
+        return replace(split, calibration=split.calibration[:most])
+
+    def _within_texts(self, texts: Sequence[Continuation]) -> Settings:
+        """A horizon that texts reach: what few of them come to cannot be measured, so it is not promised."""
+        lengths = sorted((len(text.tokens) for text in texts), reverse=True)
+        reached = max(lengths[len(lengths) // 4], 2)
+        if reached >= self.settings.new_tokens:
+            return self.settings
+        self.say(f"a quarter of the answers reach {reached} tokens, so that is the plan's horizon")
+        return replace(self.settings, new_tokens=reached)
 
     def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
         settings = self.settings
@@ -456,7 +477,7 @@ class Calibration:
         self.say("measuring on held-out text")
         measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
         tokens = self.settings.new_tokens
-        bound = upper_bound(goal.losses(measured), self.settings.seed)
+        bound = upper_bound(goal.losses(measured), measured.tokens_by_prompt, self.settings.seed)
         costs = Costs(self.stack, plan, repairs)
         promise = {
             "measure": goal.measure,
@@ -518,11 +539,28 @@ _CONFIDENCE = 0.95
 _LEAST_SPEEDUP = 1.01
 
 
-def upper_bound(losses: Sequence[float], seed: int = 0, draws: int = 4000) -> float:
-    """The bootstrap's one-sided 95% bound on the mean, over prompts: tokens of one text are not independent."""
-    values = np.asarray(losses)
-    picks = np.random.default_rng(seed).integers(0, len(values), (draws, len(values)))
-    return float(np.quantile(values[picks].mean(1), _CONFIDENCE))
+def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, draws: int = 4000) -> float:
+    """A one-sided 95% bound on the mean over tokens, from prompts drawn anew: tokens of one text are not independent.
+
+    The bootstrap's t: losses lean to one side, and with few prompts the plain percentile lies too low. Never below
+    what was measured.
+    """
+    weights = np.asarray(tokens, dtype=float)
+    sums = np.asarray(losses) * weights
+    picks = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
+
+    def mean_and_error(sums: Any, weights: Any) -> tuple[Any, Any]:
+        mean = sums.sum(-1) / weights.sum(-1)
+        left = (sums - mean[..., None] * weights) if np.ndim(mean) else sums - mean * weights
+        count = sums.shape[-1]
+        error = np.sqrt((left**2).sum(-1) * count / max(count - 1, 1)) / weights.sum(-1)
+        return mean, error
+
+    mean, error = mean_and_error(sums, weights)
+    means, errors = mean_and_error(sums[picks], weights[picks])
+    spread = (means - mean) / np.maximum(errors, 1e-12 + 0.05 * error)
+    by_t = mean - np.quantile(spread, 1 - _CONFIDENCE) * error
+    return float(max(by_t, np.quantile(means, _CONFIDENCE), mean))
 
 
 def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:

@@ -84,8 +84,9 @@ def calibrate(
             whole_number(f"--{name.replace('_', '-')}", value, least)
     if minutes is not None and not minutes > 0:
         raise DepthDecayError(f"--minutes is {minutes}; expected a number above 0")
-    wanted = None if speedup is None else float(exact_decimal("speed-up", speedup))
-    others = [float(exact_decimal("speed-up", part)) for part in also.split(",")] if also else []
+    whole_number("--seed", seed, 0)
+    wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
+    others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
     from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
 
@@ -120,6 +121,13 @@ def calibrate(
             _save(run, run.make(other), folder / f"speedup-{other.speedup:g}")
         run.work.remove()
     _print(made, folder)
+
+
+def sensible_speedup(name: str, text: str) -> float:
+    value = exact_decimal(name, text)
+    if not 1 < value <= 10:
+        raise DepthDecayError(f"{name} holds {text.strip()}; expected a number above 1 and at most 10")
+    return float(value)
 
 
 def _open_task(name: str, data: str) -> Any:
