@@ -29,7 +29,14 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append((1, 5, 3, 0, 7)[len(lengths) % 5])
         return lengths[-1]
 
+    asked: list[float] = []
+
+    def goes_on(self: Drafter, sure: float) -> bool:
+        asked.append(sure)
+        return len(asked) % 7 != 0
+
     monkeypatch.setattr(Drafter, "window", window)
+    monkeypatch.setattr(Drafter, "goes_on", goes_on)
     return lengths
 
 
@@ -89,7 +96,7 @@ def test_rows_advance_by_different_amounts(
     expected = token_ids(engine, "full", PROMPTS, 60, eos_token_id=None)
     rounds = iter(range(1000))
 
-    def told(self: Any, sampler: Any, last: torch.Tensor, indices: list[int], drafts: int, depth: int) -> torch.Tensor:
+    def told(self: Any, sampler: Any, last: torch.Tensor, indices: list[int], drafts: int, *_: Any) -> torch.Tensor:
         turn = next(rounds)
         rows = []
         for row, index in enumerate(indices):
@@ -243,3 +250,24 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
         assert engine._kept_lossless is kept
         again = token_ids(engine, "lossless", prompts, 30, eos_token_id=None)
         assert again == tokens
+
+
+def test_confidence_ends_a_window() -> None:
+    drafter = Drafter(StepCosts(0.5, lambda tokens: 1.0))
+    assert drafter.goes_on(0.99)
+    assert not drafter.goes_on(0.2)
+    engine = perfect_engine()
+    told: list[float] = []
+
+    def doubtful(self: Drafter, sure: float) -> bool:
+        told.append(sure)
+        return len(told) % 3 != 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "window", lambda self: 6)
+        patch.setattr(Drafter, "goes_on", doubtful)
+        (result,) = engine.generate([PROMPTS[0]], 30, mode="lossless", lookup=False, eos_token_id=None)
+    assert result.token_ids == token_ids(engine, "full", [PROMPTS[0]], 30, eos_token_id=None)[0]
+    # Three drafts, then doubt: four tokens a window.
+    assert result.draft_depths[1:9] == [LAYERS - 1] * 3 + [None] + [LAYERS - 1] * 3 + [None]
+    assert all(0 < sure <= 1 for sure in told)

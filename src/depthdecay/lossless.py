@@ -7,7 +7,7 @@ verification starts at the last token that is certain and writes all layers, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,15 +94,30 @@ class LosslessDecoder(EagerDecoder):
         return self.cache.clock.filled
 
     def draft(
-        self, sampler: RowSampler, last: torch.Tensor, indices: list[int], drafts: int, depth: int
+        self,
+        sampler: RowSampler,
+        last: torch.Tensor,
+        indices: list[int],
+        drafts: int,
+        depth: int,
+        go_on: Callable[[float], bool] | None = None,
     ) -> torch.Tensor:
-        """Tokens (batch, drafts) that a pass at this depth would say after `last`, which is T_indices of each row."""
+        """Tokens (batch, at most drafts) that a pass at this depth would say after `last`, T_indices of each row.
+
+        Where `go_on` is given it is told how sure the window is so far (the least product of the picked tokens'
+        probabilities of all rows), and may end it.
+        """
         start, token = self.filled, last
         said: list[torch.Tensor] = []
+        sure = torch.ones(self.batch, device=last.device)
         for step in range(drafts):
             logits = self._pass(token, self.next_position + step, depth)[:, -1]
             token = sampler.pick(logits, [index + 1 + step for index in indices], said).unsqueeze(1)
             said.append(token)
+            if go_on is not None and step + 1 < drafts:
+                sure = sure * logits.float().softmax(-1).gather(1, token).squeeze(1)
+                if not go_on(float(sure.min())):
+                    break
         self.cache.clock.filled = start  # drafts are taken back: the verification writes over them
         return torch.cat(said, dim=1)
 
@@ -113,6 +128,8 @@ class LosslessDecoder(EagerDecoder):
         steps = torch.arange(inputs.shape[1], device=inputs.device)
         logits = self._pass(inputs, self.next_position + steps, self.stack.num_layers, keep=inputs.shape[1])
         self.cache.clock.filled = start  # until `keep` says how much of it stays
+        if sampler.is_plain_greedy:
+            return logits.argmax(-1)
         said: list[torch.Tensor] = []
         picked: list[torch.Tensor] = []
         for place in range(inputs.shape[1]):
@@ -179,6 +196,10 @@ class RowSampler:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.counts = [0] * sampler.history.shape[0]
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return self.sampler.is_plain_greedy
 
     def pick(self, logits: torch.Tensor, indices: list[int], said: list[torch.Tensor]) -> torch.Tensor:
         """T_indices of every row; `said` are tokens behind those on record, (batch, 1) each."""
@@ -303,10 +324,14 @@ class LosslessRun:
         count = min(self.shallow.window(), most)
         if count == 0:
             return None, None
+        on_cpu = last.device.type == "cpu"
+        go_on = self.shallow.goes_on if on_cpu and count > 1 else None
         started = time.perf_counter()
-        drafts = self.decoder.draft(self.sampler, last, indices, count, self.depth)
-        if last.device.type == "cpu":
-            self.pace.saw("draft", (time.perf_counter() - started) / count)
+        # The draft's own confidence ends a window earlier or later than the average would.
+        limit = most if go_on is not None else count
+        drafts = self.decoder.draft(self.sampler, last, indices, limit, self.depth, go_on)
+        if on_cpu:
+            self.pace.saw("draft", (time.perf_counter() - started) / drafts.shape[1])
         return drafts, self.shallow
 
     def _learn(self, source: Drafter | None, width: int, kept: list[int]) -> None:

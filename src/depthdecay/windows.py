@@ -5,7 +5,9 @@ tokens; if each draft is right with probability p, independently, it yields 1 + 
 
     rate(m) = (1 - p^(m+1)) / (1 - p) / (m · draft + verify(m + 1))
 
-and the window with the highest rate is drafted, none where no rate is above 1.
+and the window with the highest rate is drafted, none where no rate is above 1. Where the draft's own confidence is
+read, it decides how long the window becomes: one more draft pays while the chance that it counts is above what its cost
+would bring elsewhere, `sure · p > rate · draft`.
 """
 
 from __future__ import annotations
@@ -76,6 +78,15 @@ class Drafter:
         self._pause = self._next_pause
         self._next_pause = min(self._next_pause * 2, 512)
         return 1
+
+    def goes_on(self, sure: float) -> bool:
+        """Whether one more draft pays, given how likely all drafts so far are right.
+
+        It costs a draft step, in which the best window makes `rate · draft` tokens, and yields one token if everything
+        before it and it itself is right.
+        """
+        best = max(self.costs.rate(self.acceptance, drafts) for drafts in range(self.longest + 1))
+        return sure * self.acceptance > best * self.costs.draft
 
     def saw(self, drafted: int, accepted: int) -> None:
         """A window's end: drafts behind the first wrong one say nothing about the drafter."""
