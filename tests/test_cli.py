@@ -490,6 +490,18 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
     assert measured.exit_code == 0, measured.output
 
 
+def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    file = tmp_path / "lossless.json"
+    arguments = ("bench", "-m", tiny, "--mode", "lossless", "--prompts", prompts_file, "--new-tokens", "8")
+    result = run(*arguments, "--limit", "2", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "lossless, guessed layers and lookup" in result.stdout
+    rows = json.loads(file.read_text())["lossless_rows"]
+    assert all(row["answers_that_differ"] == 0 for row in rows)
+    assert "go together" in refused("bench", "--mode", "lossless", "--shape", "tiny")
+    assert "go together" in refused("bench", "--prompts", prompts_file)
+
+
 def test_a_budget_that_no_plan_keeps_saves_nothing(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     folder = tmp_path / "plan"
     arguments = ("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", str(folder), *SMALLEST)

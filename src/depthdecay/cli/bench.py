@@ -45,9 +45,25 @@ def bench(
         typer.Option(help="Some of generate,generate-static,full,decay; all that fit.", rich_help_panel=_PANEL),
     ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the layers, on CUDA.", rich_help_panel=_PANEL)] = True,
+    mode: Annotated[
+        str | None, typer.Option(metavar="lossless", help="Lossless mode and its peers, on --prompts.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="For --mode lossless: a .jsonl or .txt file.", rich_help_panel=_PANEL)
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of the file.", rich_help_panel=_PANEL)] = 20,
+    assistant: Annotated[
+        str | None, typer.Option(help="A smaller model for transformers' assisted generation.", rich_help_panel=_PANEL)
+    ] = None,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
 ) -> None:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
+    if mode is not None or prompts is not None or assistant is not None:
+        if mode != "lossless" or prompts is None or shape is not None:
+            raise DepthDecayError("--mode lossless, --prompts and a --model go together; a shape has nothing to say")
+        options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
+        _bench_lossless(options, opt.PlanOptions(plan), prompts, limit, new_tokens, assistant, compile, json_file)
+        return
     if shape is not None and model is not None:
         raise DepthDecayError("--shape and --model were given together; bench one of them at a time")
     for name, value, least in (("--new-tokens", new_tokens, 2), ("--prompt-tokens", prompt_tokens, 1)):
@@ -160,3 +176,77 @@ _FIGURES: dict[str, Callable[[Row], str]] = {
     "memory GB": lambda row: _number(row.memory_gb, 1),
     "set-up s": lambda row: _number(row.setup_seconds, 1),
 }
+
+
+def _bench_lossless(
+    options: opt.ModelOptions,
+    plan_options: opt.PlanOptions,
+    prompts: str,
+    limit: int,
+    new_tokens: int,
+    assistant: str | None,
+    compile: bool,
+    json_file: str | None,
+) -> None:
+    """Drafters: layers by guess, the plan's ladder without its maps, and the plan as it is."""
+    whole_number("--limit", limit, 1)
+    whole_number("--new-tokens", new_tokens, 2)
+    stored = plan_options.load()
+    with working("preparing …", lasting=True) as say:
+        from dataclasses import replace
+
+        from depthdecay.bench_lossless import PEERS, run_lossless_bench
+        from depthdecay.calibrate.continuations import read_prompts
+        from depthdecay.prompts import token_ids
+        from depthdecay.results import require_writable, write_result
+
+        texts = read_prompts(prompts)[:limit]
+        if json_file is not None:
+            require_writable(json_file)
+        loaded = options.load(quiet=True)
+        if stored is None and loaded.name == opt.DEFAULT_MODEL:
+            stored = opt.PlanOptions("default").load()
+        helper = (
+            None if assistant is None else opt.ModelOptions(assistant, options.device, options.dtype).load(True).model
+        )
+        vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+        plans: dict[str, Plan | None] = {"guessed layers": None}
+        if stored is not None and stored.repairs is not None:
+            plans |= {"calibrated": replace(stored, repairs=None), "calibrated and repaired": stored}
+        elif stored is not None:
+            plans["calibrated"] = stored
+        report = run_lossless_bench(
+            loaded.model,
+            loaded.tokenizer,
+            loaded.name,
+            [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in texts],
+            plans,
+            new_tokens=new_tokens,
+            peers=PEERS if helper is not None else PEERS[:2],
+            assistant=helper,
+            compile_layers=compile,
+            progress=say,
+        )
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("", "tokens/s", "speed-up", "ideal", "acceptance", "tokens a verification", "answers that differ"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for row in report.lossless_rows:
+        if row.error is not None:
+            table.add_row(row.method, f"[red]failed: {row.error}[/]")
+            continue
+        ideal = None if row.passes_per_token is None else 1 / row.passes_per_token
+        table.add_row(
+            row.method,
+            _number(row.tokens_per_second, 1),
+            _number(row.speedup, 2, "x"),
+            _number(ideal, 2, "x"),
+            _number(row.acceptance, 3),
+            _number(row.tokens_per_verification, 2),
+            str(row.answers_that_differ),
+        )
+    Console().print(table)
+    if json_file is not None:
+        write_result(json_file, report.to_dict())

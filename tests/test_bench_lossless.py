@@ -1,0 +1,50 @@
+"""The bench of lossless mode: what it counts, and that differences show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import LAYERS, PROMPTS, tiny_model
+
+import depthdecay as dd
+from depthdecay.bench_lossless import run_lossless_bench
+from depthdecay.errors import DepthDecayError
+
+
+def test_every_method_is_held_against_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    plans = {"guess": None, "measured": dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3])}
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, plans, new_tokens=12)
+    rows = {row.method: row for row in report.lossless_rows}
+    assert set(rows) == {
+        *("full", "lossless, guess", "lossless, guess and lookup", "lossless, measured"),
+        *("lossless, measured and lookup", "transformers generate", "transformers prompt-lookup"),
+    }
+    assert all(row.error is None for row in rows.values()), [row.error for row in rows.values()]
+    assert all(row.answers_that_differ == 0 for row in rows.values())
+    assert rows["full"].tokens == len(PROMPTS) * 11
+    assert rows["transformers generate"].tokens == len(PROMPTS) * 12
+    assert rows["full"].speedup == 1.0
+    drafted = rows["lossless, measured"]
+    assert drafted.drafted >= drafted.accepted
+    assert drafted.passes_per_token is not None
+    assert "lossless_rows" in report.to_dict()
+    assert not any(key.startswith("_") for row in report.to_dict()["lossless_rows"] for key in row)
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs).flip(-1)
+
+    plain = type(model).generate
+    monkeypatch.setattr(type(model), "generate", wrong)
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, {}, new_tokens=12, peers=["generate"])
+    assert report.lossless_rows[-1].answers_that_differ == len(PROMPTS)
+
+
+def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
+    model = tiny_model("llama")
+    report = run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["assisted"])
+    assert "--assistant" in str(report.lossless_rows[-1].error)
+    with pytest.raises(DepthDecayError, match="unknown method"):
+        run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["magic"])
