@@ -231,7 +231,7 @@ def _bench_lossless(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "tokens/s", "speed-up", "ideal", "acceptance", "tokens a verification", "answers that differ"):
+    for heading in ("", "tokens/s", "speed-up", "ideal", "accepted", "a pass", "differ"):
         table.add_column(heading, justify="left" if not heading else "right")
     for row in report.lossless_rows:
         if row.error is not None:
@@ -247,6 +247,11 @@ def _bench_lossless(
             _number(row.tokens_per_verification, 2),
             str(row.answers_that_differ),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(
+        "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers that "
+        "are not full depth's, as in 16 bits where two tokens tie.[/]"
+    )
     if json_file is not None:
         write_result(json_file, report.to_dict())
