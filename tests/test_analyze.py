@@ -207,6 +207,13 @@ def test_quality_reads_what_eval_writes(tmp_path: Path) -> None:
         (json.dumps(RESULT | {"rows": [{"method": "unified"}]}), "cannot be drawn"),
         (json.dumps(RESULT | {"rows": [row("unified", 1.5, None)]}), "with full among its methods"),
         (json.dumps(RESULT | {"rows": [row("unified", math.nan, 0.1)]}), "not finite"),
+        *(
+            (json.dumps(RESULT | {"rows": [row("unified", 1.5, 0.1, **{name: odd})]}), "not finite")
+            for name in ("layer_speedup", "accuracy", "n")
+            for odd in (math.nan, math.inf, -math.inf, 10**400, 1e308)
+        ),
+        (json.dumps(RESULT | {"rows": [row("unified", 1.5, 0.1, n=None)]}), "cannot be drawn"),
+        (json.dumps(RESULT | {"rows": [row("unified", 1.5, math.inf)]}), "not finite"),
         (json.dumps(RESULT | {"rows": [row("unified", 1.5, 0.1, accuracy="high")]}), "cannot be drawn"),
         (json.dumps(RESULT | {"rows": RESULT["rows"][:1]}), "nothing to compare"),
     ],
@@ -226,6 +233,9 @@ def test_bad_options_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("file").write_text("")
     Path("ok.json").write_text(json.dumps(RESULT))
     assert "nothing to analyze" in refused("--out", "out")
+    assert "depthdecay: '~no-such-user/x' begins with" in refused("--out", "out", "--results", "~no-such-user/x")
+    assert "depthdecay: '~no-such-user/x' begins with" in refused("--out", "~no-such-user/x", "--results", "ok.json")
+    assert "no such home folder" in refused("--out", "out", "--prompts", "~no-such-user/x")
     assert "without --prompts" in refused("--out", "out", "--plan", "x.json", "--results", "ok.json")
     assert "'gone.json' cannot be read" in refused("--out", "out", "--results", "gone.json")
     assert "'gone.jsonl' cannot be read" in refused("--out", "out", "--prompts", "gone.jsonl")
@@ -250,6 +260,18 @@ def test_command_draws_results_alone(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert sorted(file.name for file in out.iterdir()) == [f"speed_and_quality.{e}" for e in ("csv", "png", "svg")]
     assert len((out / "speed_and_quality.csv").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    """Dollar signs are no mathematics, and what cannot be shown does no harm."""
+    named = RESULT | {"model": r"a$\frac$", "task": "\x00\ud800", "rows": [row("$^$", 1.25, -0.2)]}
+    (tmp_path / "a.json").write_text(json.dumps(named))
+    result = run("--results", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    svg = (tmp_path / "out" / "speed_and_quality.svg").read_text(encoding="utf-8")
+    assert r"a$\frac$, ��" in svg
+    assert "$^$" in svg
+    assert r"a$\frac$" in (tmp_path / "out" / "speed_and_quality.csv").read_text(encoding="utf-8")
 
 
 def test_command_measures_and_draws(tmp_path: Path) -> None:

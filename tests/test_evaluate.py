@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from saved_model import save_tiny_chat_model
 from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.engine import Engine
+from depthdecay.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.answers import Answerer, Questions, end_tokens, first_stop
+from depthdecay.evaluate.answers import Answer, Answerer, Answers, Batch, Questions, _account, end_tokens, first_stop
 from depthdecay.evaluate.methods import Contender, checked_speedups, chosen_methods
 from depthdecay.evaluate.report import compare, executed_cost_speedup, make_row
 from depthdecay.evaluate.run import Settings, block_influence, evaluate
 from depthdecay.evaluate.task import Example, Score, Task, TaskOptions
 from depthdecay.evaluate.work_file import WorkFile
+from depthdecay.ladder import runs_of
 from depthdecay.models import LoadedModel, load, prompt_ids
-from depthdecay.plan import Plan as PlanType
+from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.stack import Stack
 
 LAYERS = 8
@@ -59,23 +61,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def tiny(tiny_folder: str) -> LoadedModel:
     return load(tiny_folder, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def _budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in while there is none."""
-
-    def plan_at_speedup(plan: PlanType, stack: Stack, speedup: float, over_tokens: int) -> PlanType:
-        order = plan.ladder.drop_order
-        return Plan.for_speedup(stack.num_layers, speedup, over_tokens=over_tokens, drop_order=order)
-
-    def cost_speedup(plan: PlanType, stack: Stack, n_tokens: int) -> float:
-        return plan.num_layers * (n_tokens - 1) / (plan.layers_executed(n_tokens) - plan.num_layers)
-
-    if importlib.util.find_spec("depthdecay.budget") is None:
-        module = ModuleType("depthdecay.budget")
-        vars(module).update(plan_at_speedup=plan_at_speedup, cost_speedup=cost_speedup)
-        monkeypatch.setitem(sys.modules, "depthdecay.budget", module)
 
 
 @pytest.fixture
@@ -232,8 +217,6 @@ def test_cost_is_weighed_by_steps() -> None:
 
 
 def test_cold_batches_are_not_timed(tiny: LoadedModel) -> None:
-    from depthdecay.evaluate.answers import Answer, Answers, Batch
-
     def row(method: str, seconds: float) -> Any:
         answer = Answer("x", 11, 88)
         batches = [Batch([answer], 10, 100.0, 1.0, True), Batch([answer], 10, seconds, 1.0, False)]
@@ -250,8 +233,6 @@ def test_cold_batches_are_not_timed(tiny: LoadedModel) -> None:
 
 
 def test_batches_are_compared_one_by_one() -> None:
-    from depthdecay.evaluate.answers import Answer, Answers, Batch
-
     def row(method: str, seconds: list[float], cold: int) -> Any:
         answer = Answer("x", 11, 88)
         batches = [Batch([answer], 10, s, 1.0, number == cold) for number, s in enumerate(seconds)]
@@ -275,6 +256,106 @@ def test_layer_scores_come_from_the_plan_first(tiny: LoadedModel) -> None:
     measured = block_influence(tiny.tokenizer, stack, OWN_PLAN)
     assert len(measured) == LAYERS
     assert all(0 < score < 2 for score in measured)
+
+
+@pytest.mark.parametrize(
+    "noted",
+    ["high", 7, {"0": 1.0}, [0.1] * (LAYERS - 1), [0.1] * LAYERS + [0.1], ["0.1"] * LAYERS, [None] * LAYERS]
+    + [[0.1] * (LAYERS - 1) + [odd] for odd in (math.nan, math.inf, 10**400, True, [1.0])],
+)
+def test_layer_scores_that_are_none_are_refused_before_anything_runs(
+    tiny: LoadedModel, calls: list[int], noted: Any
+) -> None:
+    plan = replace(OWN_PLAN, notes={"block_influence": noted})
+    settings = Settings(("full", "shortgpt"), (1.5,), over_tokens=12)
+    with pytest.raises(DepthDecayError, match=r"block_influence is .* shortgpt needs 8 finite numbers") as refused:
+        evaluate(tiny, Letters(TaskOptions()), settings, plan)
+    assert "\n" not in str(refused.value)
+    assert calls == []
+
+
+def test_repairs_are_read_once_a_row_whatever_the_lengths(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from depthdecay.budget import cost_speedup
+    from depthdecay.evaluate import run as module
+
+    def nothing(start: int, end: int) -> Repair:
+        return Repair(start, end, torch.zeros(1, 32), torch.zeros(32, 1), torch.zeros(32))
+
+    depths = reached_depths(OWN_PLAN)
+    maps = {depth: tuple(nothing(*run) for run in runs_of(OWN_PLAN.dropped(depth))) for depth in depths}
+    Repairs(maps).save(tmp_path / REPAIRS_FILE)
+    replace(OWN_PLAN, repairs=REPAIRS_FILE).save(tmp_path)
+    plan, stack = Plan.load(tmp_path), Stack.of(tiny.model)
+    task = Letters(TaskOptions())
+    answers = [Answer("", length, 8 * length) for length in range(2, 9)]
+    wanted = executed_cost_speedup(range(2, 9), lambda length: cost_speedup(plan, stack, length))
+    read: list[Path] = []
+    load_repairs = Repairs.load
+
+    def counted(path: Path, *arguments: Any) -> Repairs:
+        read.append(path)
+        return load_repairs(path, *arguments)
+
+    monkeypatch.setattr(Repairs, "load", counted)
+    found = Answers(answers, [Batch(answers, 7, 1.0, 1.0, False)])
+    scores = [Score(True)] * 7
+    row = module._row(Contender("depthdecay", None, plan), stack, Settings(), found, scores, task)
+    assert len(read) == 1
+    assert row.cost_speedup == pytest.approx(wanted)
+
+
+# Lossless
+
+
+@pytest.mark.parametrize("plan", [None, OWN_PLAN])
+def test_lossless_answers_as_full_depth_does_once_for_all_budgets(tiny: LoadedModel, plan: Plan | None) -> None:
+    settings = Settings(("unified", "lossless", "full"), (1.2, 1.5), over_tokens=12, batch=3, max_new_tokens=40)
+    report = evaluate(tiny, Letters(TaskOptions()), settings, plan)
+    assert [row.title for row in report.rows] == ["full", "lossless", "unified 1.2x", "unified 1.5x"]
+    full, lossless, unified = report.rows[:3]
+    assert (lossless.correct, lossless.tokens, lossless.measures["share"]["values"]) == (
+        full.correct,
+        full.tokens,
+        full.measures["share"]["values"],
+    )
+    assert lossless.difference_to_full is not None
+    assert lossless.difference_to_full["value"] == 0
+    assert lossless.acceptance is not None
+    assert 0 <= lossless.acceptance <= 1
+    assert lossless.verifications
+    assert lossless.verifications <= lossless.tokens
+    assert lossless.layer_speedup == pytest.approx(LAYERS * lossless.tokens / lossless.layers_executed)
+    assert (lossless.cost_speedup, lossless.planned_layer_speedup) == (None, None)
+    assert ("drop" in lossless.plan) == (plan is not None)
+    assert (full.acceptance, full.verifications, unified.acceptance) == (None, None, None)
+
+
+def test_a_cut_lossless_answer_took_its_share_of_the_passes() -> None:
+    """A pass yields several tokens, so there is no saying which of them took what."""
+    result = Result(token_ids=list(range(10)), depths=[8] * 10, num_layers=8, mode="lossless")
+    result.layer_passes, result.drafted, result.accepted, result.verifications = 60, 8, 6, 4
+    assert _account(result, "whole", 10) == Answer("whole", 10, 60, 8, 6, 4)
+    assert _account(result, "half", 5) == Answer("half", 5, 30, 4, 3, 2)
+    decayed = Result(token_ids=[1, 2, 3], depths=[8, 7, 6], num_layers=8, mode="decay")
+    assert _account(decayed, "two", 2) == Answer("two", 2, 15)
+
+
+def test_lossless_and_full_answers_are_kept_apart(tiny: LoadedModel, tmp_path: Path, calls: list[int]) -> None:
+    work, task = tmp_path / "w.jsonl", Letters(TaskOptions())
+    evaluate(tiny, task, Settings(("full",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    first = evaluate(tiny, task, Settings(("lossless",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    assert calls == [7, 7]
+    again = evaluate(tiny, task, Settings(("full", "lossless"), batch=7, max_new_tokens=5), work=WorkFile(work))
+    assert calls == [7, 7]
+    assert again.rows[1].verifications == first.rows[0].verifications
+
+
+def test_lossless_is_no_peer_of_ours(tiny: LoadedModel) -> None:
+    report = evaluate(tiny, Letters(TaskOptions()), Settings(("full", "lossless", "depthdecay")), OWN_PLAN)
+    assert report.comparisons == []
+    assert chosen_methods(["lossless"], None, has_plan=False) == ("lossless",)
 
 
 # What is run
@@ -368,6 +449,17 @@ def test_the_command_writes_a_result_file(tiny_folder: str, gsm8k: str, tmp_path
     assert [line["correct"] for line in lines[:3]] == [digit == "1" for digit in written["rows"][0]["correct"]]
 
 
+def test_the_command_shows_how_many_drafts_were_accepted(tiny_folder: str, gsm8k: str, tmp_path: Path) -> None:
+    words = ["--model", tiny_folder, "--task", "gsm8k", "--data", gsm8k, "-n", "6", "--json", str(tmp_path / "r.json")]
+    result = run(*words, "--methods", "full,lossless")
+    assert result.exit_code == 0, result.output
+    assert "accepted" in result.stdout
+    full, lossless = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert full["acceptance"] is None
+    assert f"{lossless['acceptance']:.0%}" in result.stdout
+    assert lossless["accuracy"] == full["accuracy"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -382,6 +474,9 @@ def test_the_command_writes_a_result_file(tiny_folder: str, gsm8k: str, tmp_path
         (["--over", "0"], "--over is 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--data", "/no/such/file"], "cannot be read"),
+        (["--data", "~no-such-user/x"], "'~no-such-user/x' begins with the home of a user"),
+        (["--json", "~no-such-user/x"], "'~no-such-user/x' begins with the home of a user"),
+        (["--answers", "~no-such-user/x"], "'~no-such-user/x' begins with the home of a user"),
         (["--plan", "/no/such/plan"], "plan"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
         (["--subtasks", "snarks"], "--subtasks means nothing"),

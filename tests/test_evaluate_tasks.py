@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate import code, files, squad
+from depthdecay.evaluate import code, files, sandbox, squad
 from depthdecay.evaluate.bbh import extract
 from depthdecay.evaluate.gsm8k import EXEMPLARS, GSM8K, number_in
 from depthdecay.evaluate.sandbox import passes
@@ -271,9 +272,13 @@ def test_squad_reads_all_its_forms(tmp_path: Path) -> None:
             }
         ]
     }
+    indented, opened = tmp_path / "indented.json", tmp_path / "opened.json"
+    indented.write_text(json.dumps(official, indent=2))
+    opened.write_text(json.dumps(official).replace("[", "[\n", 1))
     packed = tmp_path / "olmo.jsonl.gz"
     packed.write_bytes(gzip.compress((json.dumps(olmo) + "\n").encode()))
-    for data in (write_lines(tmp_path / "a", [hub]), write_lines(tmp_path / "b", [official]), str(packed)):
+    lines = [write_lines(tmp_path / "a", [hub]), write_lines(tmp_path / "b", [official])]
+    for data in (*lines, str(packed), str(indented), str(opened)):
         task = open_task("squad", TaskOptions(data))
         (example,) = task.examples
         assert "Background: It is blue.\nQuestion: Which?" in task.prompt(example, chat=True)
@@ -284,6 +289,42 @@ def test_squad_reads_all_its_forms(tmp_path: Path) -> None:
         assert task.score(example, "blue car").measures["f1"] == pytest.approx(2 / 3)
     with pytest.raises(DepthDecayError, match=r"line 1 lacks 'answers.text'"):
         open_task("squad", TaskOptions(write_lines(tmp_path / "c", [{"context": "c", "question": "q"}])))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"doc": {"query": 5, "answers_text": ["a"]}, "request": {"context": "c"}}, "line 2: the query is 5"),
+        ({"doc": {"query": "q", "answers_text": ["a"]}, "request": {"context": 5}}, "line 2: the prompt is 5"),
+        ({"doc": {"query": "q", "answers_text": 5}, "request": {"context": "c"}}, "line 2 has no answers"),
+        ({"doc": 5, "request": {"context": "c"}}, "line 2 lacks 'doc.query'"),
+        ({"request": 5, "doc": {"query": "q", "answers_text": ["a"]}}, "line 2 lacks 'request.context'"),
+    ],
+)
+def test_squad_requests_of_another_form_are_one_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    good = {"doc": {"query": "q", "answers_text": ["a"]}, "request": {"context": "c"}}
+    with pytest.raises(DepthDecayError, match=message):
+        open_task("squad", TaskOptions(write_lines(tmp_path / "r", [good, row])))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("{\n", "is not JSON"),
+        ('{\n"data": 5}', "not in SQuAD's form"),
+        ('{"context": 5, "question": "q", "answers": {"text": ["a"]}}', "line 1: the context is 5"),
+        (
+            '{"data": [{"paragraphs": [{"context": "c", "qas": [{"question": 5, "answers": [{"text": "a"}]}]}]}]}',
+            "question 1: the question is 5",
+        ),
+    ],
+)
+def test_squad_files_of_another_form_are_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "s"
+    path.write_text(content)
+    with pytest.raises(DepthDecayError, match=message):
+        open_task("squad", TaskOptions(str(path)))
 
 
 # Code
@@ -322,6 +363,120 @@ def test_mbpp_runs_the_tests(tmp_path: Path) -> None:
         assert not task.score(task.examples[0], "def two():\n    return 3").correct
     with pytest.raises(DepthDecayError, match="line 1 lacks 'test_list'"):
         open_task("mbpp", TaskOptions(write_lines(tmp_path / "bad", [{"text": "t"}])))
+
+
+@pytest.mark.parametrize("form", ["plain", "olmo"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": 5}, "the text is 5; expected a text"),
+        ({"text": None}, "the text is None"),
+        ({"test_list": []}, r"the test_list is \[\]; expected a list of tests"),
+        ({"test_list": None}, "the test_list is None"),
+        ({"test_list": "assert True"}, "the test_list is 'assert True'"),
+        ({"test_list": ["assert True", 5]}, "a test of test_list is 5"),
+        ({"test_setup_code": ["import re"]}, "the test_setup_code is"),
+    ],
+)
+def test_mbpp_rows_of_another_form_are_named_with_their_line(
+    tmp_path: Path, form: str, change: dict[str, Any], message: str
+) -> None:
+    rows: list[Any] = [
+        {"text": "t", "test_list": ["assert True"]},
+        {"text": "t", "test_list": ["assert True"]} | change,
+    ]
+    if form == "olmo":
+        rows = [{"doc": row} for row in rows]
+    path = tmp_path / "m"
+    path.write_text("\n\n".join(json.dumps(row) for row in rows))  # an empty line between them counts
+    with pytest.raises(DepthDecayError, match=f"line 3: {message}"):
+        open_task("mbpp", TaskOptions(str(path)))
+
+
+def test_human_eval_fields_are_texts(tmp_path: Path) -> None:
+    with pytest.raises(DepthDecayError, match="line 1: the test is 5"):
+        open_task("humaneval", TaskOptions(write_lines(tmp_path / "h", [ADD | {"test": 5}])))
+
+
+def test_homes_of_nobody_are_one_line(bbh: Path) -> None:
+    for name in ("gsm8k", "humaneval", "mbpp", "squad", "bbh"):
+        with pytest.raises(DepthDecayError, match="'~no-such-user/x' begins with the home of a user"):
+            open_task(name, TaskOptions("~no-such-user/x"))
+    with pytest.raises(DepthDecayError, match="begins with the home of a user"):
+        open_task("bbh", TaskOptions(str(bbh), prompts_dir="~no-such-user"))
+
+
+# The sandbox
+
+
+@pytest.fixture(params=["namespaces", "no namespaces"])
+def guarded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to hold a program, where the system has them; in many containers only the second."""
+    if request.param == "no namespaces":
+        source = sandbox._CHILD.read_text(encoding="utf-8")
+        assert source.count("system.unshare(") == 2
+        without = tmp_path / "child.py"
+        without.write_text(source.replace("system.unshare(", "bool("), encoding="utf-8")  # not 0, which is success
+        monkeypatch.setattr(sandbox, "_CHILD", without)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(f"import sys; sys.exit({status})" for status in (0, 1, 42, "'text'")),
+        *(f"import os; os._exit({status})" for status in (0, 42)),
+        "raise SystemExit(42)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import atexit, os; atexit.register(os._exit, 42); 1 / 0",
+        "import os\nif os.fork(): os.wait(); 1 / 0",
+    ],
+)
+def test_leaving_is_not_passing(program: str) -> None:
+    assert not passes(program)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_a_program_is_the_main_file() -> None:
+    assert passes("import pickle\nclass Own: pass\nassert type(pickle.loads(pickle.dumps(Own()))) is Own")
+    assert passes("assert __name__ == '__main__' and 'unlikely words' in open(__file__).read()")
+    assert passes("import os; os.fork()")
+    assert passes("import inspect\ndef own(): return 1\nassert 'return 1' in inspect.getsource(own)")
+    assert passes("import sys; assert sys.argv == [__file__] and sys.stdin.read() == ''")
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("then", ["", "while True: pass"])
+def test_what_a_program_started_ends_with_it(tmp_path: Path, then: str) -> None:
+    """Also a grandchild with a session of its own. It holds a lock for as long as it lives."""
+    file = tmp_path / "lock"
+    program = f"""
+import fcntl, os, time
+ready, done = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        fcntl.flock(os.open({str(file)!r}, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+        os.write(done, b"locked")
+        time.sleep(1000)
+    os._exit(0)
+os.read(ready, 6)
+{then}
+"""
+    assert passes(program, timeout=2 if then else 20) is not bool(then)
+    with file.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_threads_and_processes_can_be_used() -> None:
+    threads = (
+        "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(20).map(abs, range(-40, 0)))[0] == 40"
+    )
+    assert passes(threads)
+    assert passes(
+        "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: assert p.map(abs, [-1]) == [1]"
+    )
 
 
 def test_a_program_has_limits() -> None:

@@ -100,6 +100,18 @@ def test_odd_data_are_drawn_without_complaint(make: Callable[[], Chart]) -> None
     assert inline_svg(make()).endswith("</svg>")
 
 
+@pytest.mark.parametrize("name", ["$x$", r"$\frac$", r"\$5 and $6", "50$"])
+def test_dollar_signs_in_names_are_no_mathematics(name: str) -> None:
+    point = QualityPoint(name, name, 1.25, 0.5, -0.01, -0.03, 0.01, 100)
+    drawn = [
+        figures.quality_chart([point]),
+        figures.kl_chart({name: [0.1, 0.2]}),
+        figures.depth_chart({name: [4, 3]}, 4),
+    ]
+    for chart in drawn:
+        assert name in inline_svg(chart)
+
+
 def test_the_users_own_style_neither_changes_a_figure_nor_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = inline_svg(CHARTS["depth_by_token"]())
     monkeypatch.setitem(matplotlib.rcParams, "axes.linewidth", 5.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.evaluate.files import expanded
 from depthdecay.figures import (
     THIS_PLAN,
     Chart,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 SPEEDUPS = ("1.1", "1.25", "1.5", "2")
 # Beyond it so few texts go on that a position says more about which they are than about its place.
 _LEAST_SHARE = 0.25
+_LARGEST = 1e9  # that any figure of a result file can be
 
 
 @dataclass
@@ -173,8 +173,9 @@ def read_quality(files: Sequence[str]) -> list[QualityPoint]:
 
 
 def _points_of(file: str) -> list[QualityPoint]:
+    path = expanded(file)
     try:
-        values = json.loads(Path(file).expanduser().read_bytes().decode("utf-8"))
+        values = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise DepthDecayError(f"the result file '{file}' cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -182,7 +183,7 @@ def _points_of(file: str) -> list[QualityPoint]:
     rows = values.get("rows") if isinstance(values, dict) else None
     if not isinstance(rows, list) or not rows:
         raise DepthDecayError(f"the file '{file}' has no rows; expected what depthdecay eval --json writes")
-    panel = f"{values.get('model')}, {values.get('task')}"
+    panel = _printable(f"{values.get('model')}, {values.get('task')}")
     try:
         return [_point(panel, row) for row in rows if row["method"] != "full"]
     except (KeyError, TypeError, ValueError) as error:
@@ -195,8 +196,13 @@ def _points_of(file: str) -> list[QualityPoint]:
 def _point(panel: str, row: dict[str, Any]) -> QualityPoint:
     """Speed as executed: a method that rambles on is not credited with the speed that was planned."""
     found = row["difference_to_full"]
-    numbers = [row["layer_speedup"], row["accuracy"], found["value"], found["low"], found["high"]]
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError("a figure is not finite")
-    speedup, accuracy, difference, low, high = map(float, numbers)
-    return QualityPoint(panel, str(row["method"]), speedup, accuracy, difference, low, high, int(row["n"]))
+    numbers = [row["layer_speedup"], row["accuracy"], found["value"], found["low"], found["high"], row["n"]]
+    if not all(abs(number) < _LARGEST for number in numbers):  # NaN is not below anything either
+        raise ValueError("a figure is not finite, or beyond all sense")
+    speedup, accuracy, difference, low, high = map(float, numbers[:5])
+    return QualityPoint(panel, _printable(str(row["method"])), speedup, accuracy, difference, low, high, int(row["n"]))
+
+
+def _printable(name: str) -> str:
+    """A file may hold characters that no font, table or SVG can."""
+    return "".join(c if c.isprintable() else "�" for c in name)

@@ -34,6 +34,7 @@ _METHOD_STYLES = {
     "unified": ("#cc79a7", "D"),
     "early-exit": ("#56b4e9", "v"),
     "shortgpt": ("#8c564b", "P"),
+    "lossless": ("#000000", "h"),
 }
 _OTHER_STYLES = (("#9a8c00", "<"), ("#117a65", ">"), ("#a0194f", "p"))
 THIS_PLAN = "this plan"  # the label of the plan that a page is about, among others
@@ -189,7 +190,7 @@ def depth_chart(curves: Mapping[str, Sequence[int]], num_layers: int) -> Chart:
         for (label, depths), end in zip(curves.items(), ends, strict=True):
             colour = SECOND if label == THIS_PLAN else next(shades)
             axes.step(range(len(depths)), depths, where="post", color=colour)
-            axes.annotate(f" {label}", (longest, end), color=colour, va="center", annotation_clip=False)
+            axes.annotate(f" {_literal(label)}", (longest, end), color=colour, va="center", annotation_clip=False)
         axes.set_xlim(0, longest)
         axes.set_ylim(0, num_layers * 1.05)
         _whole_ticks(axes.yaxis)
@@ -206,7 +207,7 @@ def kl_chart(curves: Mapping[str, Sequence[float]]) -> Chart:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for label, values in curves.items():
-            _trend(axes, values, method_style(label)[0], label)
+            _trend(axes, values, method_style(label)[0], _literal(label))
         axes.set_ylim(bottom=0)
         axes.legend()
         axes.set(
@@ -273,9 +274,9 @@ def quality_chart(points: Sequence[QualityPoint]) -> Chart:
                     linewidth=1.2,
                     elinewidth=1.1,
                     capsize=2.5,
-                    label=method,
+                    label=_literal(method),
                 )
-            axes.set(title=panel, ylabel="accuracy difference to\nfull depth (points, 95% CI)")
+            axes.set(title=_literal(panel), ylabel="accuracy difference to\nfull depth (points, 95% CI)")
         all_axes[-1].set_xlabel("layer speed-up as executed (×)")
         handles, labels = all_axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -337,6 +338,11 @@ def _render(chart: Chart, ending: str, transparent: bool = False) -> bytes:
 
 
 # What several charts share.
+
+
+def _literal(name: str) -> str:
+    """A name as it is: between dollar signs matplotlib would read mathematics."""
+    return name.replace("$", r"\$")
 
 
 def _trend(axes: Any, values: Sequence[float], colour: str, label: str | None = None) -> None:

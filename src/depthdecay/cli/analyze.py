@@ -10,6 +10,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
+from depthdecay.evaluate.files import expanded
 from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
@@ -104,8 +105,8 @@ def _write(folder: Path, charts: list[Chart]) -> None:
 
 def make_folder(path: str) -> Path:
     """The folder to write to, refused before anything long runs."""
+    folder = expanded(path)
     try:
-        folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DepthDecayError(f"cannot write to the folder '{path}': {error.strerror or error}") from None

@@ -54,7 +54,8 @@ def eval_command(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="With commas: full, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, constant.",
+            help="With commas: full, lossless, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, "
+            "constant.",
             rich_help_panel=_COMPARED,
         ),
     ] = None,
@@ -80,12 +81,13 @@ def eval_command(
     opt.check_new_tokens(max_new_tokens)
     whole_number("--over", over, 1)
     whole_number("--batch", batch, 1)
+    from depthdecay.evaluate.files import expanded
     from depthdecay.evaluate.methods import checked_speedups, chosen_methods
     from depthdecay.evaluate.task import TaskOptions, open_task
     from depthdecay.results import require_writable, write_result
 
-    target = require_writable(json_file) if json_file is not None else None
-    answers_file = require_writable(answers) if answers is not None else None
+    target = require_writable(expanded(json_file)) if json_file is not None else None
+    answers_file = require_writable(expanded(answers)) if answers is not None else None
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
     names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
     budgets = checked_speedups(_listed(speedups))
@@ -147,6 +149,8 @@ def _table(report: Report) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     shown = dict(_COLUMNS)
+    if any(row.acceptance is not None for row in report.rows):
+        shown["drafts\naccepted"] = lambda row: "–" if row.acceptance is None else f"{row.acceptance:.0%}"
     for name in report.rows[0].measures:
         shown[name] = _measure(name)
     if report.rows[0].group_mean is not None:

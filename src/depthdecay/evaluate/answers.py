@@ -29,6 +29,9 @@ class Answer:
     text: str
     tokens: int
     layers: int
+    drafted: int = 0  # in lossless mode
+    accepted: int = 0
+    verifications: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,14 @@ class Answerer:
         self.end_tokens = end_tokens(model, tokenizer, questions.stop)
 
     def ask(
-        self, plan: Plan | None, allow_other_weights: bool = False, progress: Callable[[str], None] = lambda _: None
+        self,
+        plan: Plan | None,
+        allow_other_weights: bool = False,
+        progress: Callable[[str], None] = lambda _: None,
+        mode: str | None = None,
     ) -> Answers:
         """All answers by this plan. The engine, and with it the memory of its graphs, is gone afterwards."""
-        key = digest([self.run_key, _plan_key(plan)])
+        key = digest([self.run_key, _plan_key(plan), *([] if mode is None else [mode])])
         found: dict[int, Answer] = {}
         done: list[Batch] = []
         engine: Engine | None = None
@@ -104,7 +111,7 @@ class Answerer:
                 if engine is None:
                     # No tokenizer: text after every step would cost the host more than the step costs the device.
                     engine = Engine(self.model, None, plan, allow_other_weights=allow_other_weights)
-                batch = self._answer(engine, indices, is_cold)
+                batch = self._answer(engine, indices, is_cold, mode)
                 self.work.add(key, number, asdict(batch))
             done.append(batch)
             found |= dict(zip(indices, batch.answers, strict=True))
@@ -113,7 +120,7 @@ class Answerer:
             free_memory()
         return Answers([found[i] for i in range(len(found))], done)
 
-    def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool) -> Batch:
+    def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None) -> Batch:
         questions = self.questions
         prompts = [questions.prompts[i] for i in indices]
         # A short last batch is filled up: another batch size would need graphs of its own.
@@ -122,6 +129,7 @@ class Answerer:
             results = engine.generate(
                 prompts + [prompts[-1]] * missing,
                 questions.max_new_tokens,
+                mode=mode,
                 eos_token_id=self.end_tokens,
                 stop=[],
                 **GREEDY,
@@ -143,7 +151,7 @@ class Answerer:
         ids = result.token_ids
         text = self._text(ids)
         if first_stop(text, self.questions.stop) is None:
-            return Answer(text, len(ids), result.layers_executed)
+            return _account(result, text, len(ids))
         low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -152,11 +160,19 @@ class Answerer:
             else:
                 high = middle
         text = self._text(ids[:low])
-        return Answer(text[: first_stop(text, self.questions.stop)], low, sum(result.depths[:low]))
+        return _account(result, text[: first_stop(text, self.questions.stop)], low)
 
     def _text(self, ids: Sequence[int]) -> str:
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(decoded)
+
+
+def _account(result: Result, text: str, tokens: int) -> Answer:
+    """What the first tokens of an answer took; in lossless mode a share, since a pass yields several of them."""
+    if result.mode != "lossless":
+        return Answer(text, tokens, sum(result.depths[:tokens]))
+    taken = (result.layers_executed, result.drafted, result.accepted, result.verifications)
+    return Answer(text, tokens, *(round(count * tokens / len(result.token_ids)) for count in taken))
 
 
 def _plan_key(plan: Plan | None) -> list[Any]:

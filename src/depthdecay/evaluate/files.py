@@ -5,16 +5,24 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError, one_line
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with ~ and ~name as the folders that they stand for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DepthDecayError(f"'{path}' begins with the home of a user who is not here; give the whole path") from None
+
+
 def read_text(path: str | Path) -> str:
     """A UTF-8 file, also a gzipped one."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.is_dir():
         raise DepthDecayError(f"'{path}' is a folder; give the file with the questions")
     try:
@@ -38,8 +46,13 @@ def read_json(path: str | Path) -> Any:
         raise DepthDecayError(f"'{path}' is not JSON: {one_line(error)}") from None
 
 
-def read_jsonl(path: str | Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """An object a line, each with these fields; `doc.text` is the field text within doc."""
+def read_jsonl(
+    path: str | Path, fields: Sequence[str], check: Callable[[dict[str, Any], str], None] = lambda row, where: None
+) -> list[dict[str, Any]]:
+    """An object a line, each with these fields; `doc.text` is the field text within doc.
+
+    What the fields must hold is for `check` to say, which is told the line.
+    """
     rows = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -49,6 +62,7 @@ def read_jsonl(path: str | Path, fields: Sequence[str]) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise DepthDecayError(f"'{path}' line {number} is not JSON: {one_line(error)}") from None
         require_fields(row, fields, f"'{path}' line {number}")
+        check(row, f"'{path}' line {number}")
         rows.append(row)
     if not rows:
         raise DepthDecayError(f"'{path}' is empty; expected a question a line with {', '.join(fields)}")

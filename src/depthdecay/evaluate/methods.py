@@ -14,16 +14,32 @@ from depthdecay.schedule import exact_decimal
 if TYPE_CHECKING:
     from depthdecay.stack import Stack
 
-METHODS = ("full", "depthdecay", "middle-out", "skipdecode", "unified", "shortgpt", "early-exit", "constant")
+METHODS = (
+    "full",
+    "lossless",
+    "depthdecay",
+    "middle-out",
+    "skipdecode",
+    "unified",
+    "shortgpt",
+    "early-exit",
+    "constant",
+)
+_WITHOUT_BUDGET = ("full", "lossless")  # they give the full model's answers, whatever the plan
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method at one budget. Full depth has no plan; a plan as it stands has no asked speed-up."""
+    """A method at one budget. Full depth has no plan; a plan as it stands, or as drafter, has no asked speed-up."""
 
     method: str
     speedup: float | None
     plan: Plan | None
+
+    @property
+    def mode(self) -> str | None:
+        """The engine's mode, where it does not follow from the plan."""
+        return "lossless" if self.method == "lossless" else None
 
     @property
     def title(self) -> str:
@@ -43,7 +59,7 @@ def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[str] | None
         raise DepthDecayError(f"--methods is empty; expected some of {','.join(METHODS)}")
     if "depthdecay" in names and not has_plan:
         raise DepthDecayError("the method depthdecay is a calibrated plan; give it with --plan")
-    peers = [name for name in names if name not in ("full", "depthdecay")]
+    peers = [name for name in names if name not in (*_WITHOUT_BUDGET, "depthdecay")]
     if peers and not speedups:
         raise DepthDecayError(f"the method {peers[0]} needs a layer budget; add --speedups, such as 1.25")
     return names
@@ -66,12 +82,14 @@ def contenders(
 ) -> list[Contender]:
     """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
     made = [Contender("full", None, None)] if "full" in methods else []
+    if "lossless" in methods:
+        made.append(Contender("lossless", None, plan))
     if "depthdecay" in methods and not speedups:
         made.append(Contender("depthdecay", None, plan))
     scores = influence() if "shortgpt" in methods else None
     for speedup in speedups:
         for method in methods:
-            if method == "full":
+            if method in _WITHOUT_BUDGET:
                 continue
             if method == "depthdecay":
                 from depthdecay.budget import plan_at_speedup, stored_plan

@@ -16,11 +16,15 @@ from depthdecay.evaluate.statistics import paired_difference
 from depthdecay.evaluate.task import Example, Score
 
 CostSpeedup = Callable[[int], float]  # over so many tokens
+_OWN_METHODS = ("full", "lossless", "depthdecay")
 
 
 @dataclass
 class Row:
-    """One method at one budget. Planned is over the fixed horizon, executed over the answers as they were."""
+    """One method at one budget. Planned is over the fixed horizon, executed over the answers as they were.
+
+    What lossless mode reads follows from its drafts, not from a plan: nothing is planned, and it has no cost speed-up.
+    """
 
     method: str
     asked_speedup: float | None
@@ -31,9 +35,9 @@ class Row:
     tokens: int
     layers_executed: int
     layer_speedup: float
-    cost_speedup: float
-    planned_layer_speedup: float
-    planned_cost_speedup: float
+    cost_speedup: float | None
+    planned_layer_speedup: float | None
+    planned_cost_speedup: float | None
     decode_seconds: float
     prefill_seconds: float
     decode_steps: int
@@ -45,6 +49,8 @@ class Row:
     measures: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     group_mean: float | None = None  # every subtask weighs the same
+    acceptance: float | None = None  # of lossless drafts
+    verifications: int | None = None  # full-depth passes of lossless mode
 
     @property
     def scores(self) -> list[float]:
@@ -81,20 +87,19 @@ def make_row(
     tokens = sum(answer.tokens for answer in answers.answers)
     layers = sum(answer.layers for answer in answers.answers)
     timed = [batch for batch in answers.batches if not batch.is_cold] or answers.batches
-    plan = contender.plan
     row = Row(
         method=contender.method,
         asked_speedup=contender.speedup,
-        plan="full depth" if plan is None else plan.describe(),
+        plan=_described(contender),
         n=len(scores),
         accuracy=sum(score.correct for score in scores) / len(scores),
         correct="".join("1" if score.correct else "0" for score in scores),
         tokens=tokens,
         layers_executed=layers,
         layer_speedup=num_layers * tokens / layers,
-        cost_speedup=executed_cost_speedup([answer.tokens for answer in answers.answers], cost),
-        planned_layer_speedup=1.0 if plan is None else plan.layer_speedup(over_tokens),
-        planned_cost_speedup=cost(over_tokens) if over_tokens > 1 else 1.0,
+        cost_speedup=None,
+        planned_layer_speedup=None,
+        planned_cost_speedup=None,
         decode_seconds=sum(batch.decode_seconds for batch in answers.batches),
         prefill_seconds=sum(batch.prefill_seconds for batch in answers.batches),
         decode_steps=sum(batch.steps for batch in answers.batches),
@@ -102,6 +107,15 @@ def make_row(
         tokens_per_second=_tokens_per_second(timed),
         batch_ms_per_step=[_ms_per_step(batch) if batch in timed else None for batch in answers.batches],
     )
+    if contender.mode == "lossless":
+        drafted = sum(answer.drafted for answer in answers.answers)
+        row.acceptance = sum(answer.accepted for answer in answers.answers) / drafted if drafted else 0.0
+        row.verifications = sum(answer.verifications for answer in answers.answers)
+    else:
+        plan = contender.plan
+        row.cost_speedup = executed_cost_speedup([answer.tokens for answer in answers.answers], cost)
+        row.planned_layer_speedup = 1.0 if plan is None else plan.layer_speedup(over_tokens)
+        row.planned_cost_speedup = cost(over_tokens) if over_tokens > 1 else 1.0
     for name in scores[0].measures:
         values = [float(score.measures[name]) for score in scores]
         row.measures[name] = {"mean": sum(values) / len(values), "values": [round(value, 4) for value in values]}
@@ -112,6 +126,13 @@ def make_row(
         row.groups = {name: {"n": len(right), "accuracy": sum(right) / len(right)} for name, right in by_group.items()}
         row.group_mean = sum(group["accuracy"] for group in row.groups.values()) / len(row.groups)
     return row
+
+
+def _described(contender: Contender) -> str:
+    plan = "" if contender.plan is None else contender.plan.describe()
+    if contender.mode == "lossless":
+        return f"full depth, drafts by {plan or 'the default plan'}"
+    return plan or "full depth"
 
 
 def executed_cost_speedup(lengths: Sequence[int], cost: CostSpeedup) -> float:
@@ -159,7 +180,7 @@ def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
         row.wall_clock_speedup = _times_as_fast(row, full)
     comparisons = []
     for ours, peer in itertools.product(rows, rows):
-        peers = peer.method not in ("full", "depthdecay")
+        peers = peer.method not in _OWN_METHODS
         if ours.method == "depthdecay" and peers and ours.asked_speedup == peer.asked_speedup:
             found = asdict(paired_difference(ours.scores, peer.scores))
             comparisons.append({"speedup": ours.asked_speedup, "method": ours.method, "peer": peer.method} | found)

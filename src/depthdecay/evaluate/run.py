@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.budget import Costs
+from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.evaluate.answers import GREEDY, Answerer, Answers, Questions
 from depthdecay.evaluate.gsm8k import EXEMPLARS
 from depthdecay.evaluate.methods import Contender, contenders
@@ -70,7 +72,8 @@ def evaluate(
     answerer = Answerer(loaded.model, loaded.tokenizer, questions, work or WorkFile(None), _run_key(loaded, questions))
     told: list[str] = []
     for contender in methods:
-        answers = answerer.ask(contender.plan, settings.allow_other_weights, partial(_say, progress, contender.title))
+        say = partial(_say, progress, contender.title)
+        answers = answerer.ask(contender.plan, settings.allow_other_weights, say, contender.mode)
         progress(f"{contender.title}: scoring")
         scores = score_all(task, answers)
         told += _told(contender, answers, scores)
@@ -103,7 +106,7 @@ def block_influence(tokenizer: Any, stack: Stack, plan: Plan | None) -> Sequence
     """ShortGPT's scores: the plan's own, else measured on worked examples that belong to no test set."""
     kept = plan.notes.get("block_influence") if plan is not None else None
     if kept is not None:
-        return [float(score) for score in kept]
+        return _layer_scores(kept, stack.num_layers)
     from depthdecay.calibrate.continuations import Continuation
     from depthdecay.calibrate.influence import block_influence as measure
     from depthdecay.calibrate.recording import Recording
@@ -116,17 +119,26 @@ def block_influence(tokenizer: Any, stack: Stack, plan: Plan | None) -> Sequence
     return measure(Recording.of(stack, texts))
 
 
+def _layer_scores(kept: Any, num_layers: int) -> list[float]:
+    """A plan's notes are free, and may come from anybody."""
+    fits = isinstance(kept, list) and len(kept) == num_layers
+    if not fits or not all(type(score) in (int, float) and abs(score) <= sys.float_info.max for score in kept):
+        raise DepthDecayError(
+            f"the plan's note block_influence is {one_line(repr(kept), 60)}; shortgpt needs {num_layers} finite "
+            "numbers there, one a layer"
+        )
+    return [float(score) for score in kept]
+
+
 def _row(
     contender: Contender, stack: Stack, settings: Settings, answers: Answers, scores: list[Score], task: Task
 ) -> Row:
     plan = contender.plan
+    # Once a row: it reads the plan's repairs, and answers have many lengths.
+    costs = Costs(stack, plan) if plan is not None and contender.mode is None else None
 
     def cost(n_tokens: int) -> float:
-        if plan is None:
-            return 1.0
-        from depthdecay.budget import cost_speedup
-
-        return float(cost_speedup(plan, stack, n_tokens))
+        return 1.0 if plan is None or costs is None else costs.full() / costs.per_step(plan, n_tokens)
 
     return make_row(contender, stack.num_layers, settings.over_tokens, answers, scores, task.examples, cost)
 

@@ -1,10 +1,12 @@
 """Runs generated code in a process of its own, with little time, little memory, an empty folder and no network.
 
-Enough against the slips of a language model, on Linux above all. It is no prison: run hostile code in a virtual machine.
-What is not held: files of this user can be read and written, each new one up to 1 MiB and in any number; a program that
-searches its own process for the pass code finds it; where the system allows no namespaces of one's own (many containers),
-the network is closed to Python's sockets only, and a program could end its guard, or other processes of this user; root
-may start any number of processes; outside Linux, one that begins a session of its own outlives the program.
+Enough against the slips of a language model. It is no prison: run hostile code in a virtual machine. What is not held:
+
+- Files of this user can be read and written. A file may grow to 1 MiB; how many of them there are is not limited.
+- A program that searches its own process for the pass code finds it.
+- Where the system refuses namespaces, as many containers do, only Python's own sockets are closed, and a program can
+  end its guard and other processes of this user.
+- Root may start any number of processes. Outside Linux, one with a session of its own outlives the program.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 def require_sandbox() -> None:
     """Asked before anything is generated."""
     if sys.platform == "win32":
-        raise DepthDecayError("generated code is run on Linux and macOS only; give another task than humaneval and mbpp")
+        raise DepthDecayError(
+            "generated code is run on Linux and macOS only; give another task than humaneval and mbpp"
+        )
 
 
 def passes(program: str, timeout: float = TIMEOUT_SECONDS, memory: int = MEMORY_BYTES) -> bool:
@@ -57,10 +61,12 @@ def passes(program: str, timeout: float = TIMEOUT_SECONDS, memory: int = MEMORY_
 
 def _ran_to_its_end(guard: subprocess.Popen[bytes], timeout: float) -> bool:
     """Hand a code over that is read behind the program's last line, and see whether it comes back."""
-    assert guard.stdin is not None and guard.stdout is not None
+    assert guard.stdin is not None
+    assert guard.stdout is not None
     code = secrets.token_bytes(16)
     try:
         os.write(guard.stdin.fileno(), code)
+        guard.stdin.close()
         guard.wait(timeout)
         # A process that outlives the guard may hold the pipe open: take what is there, wait for nothing.
         os.set_blocking(guard.stdout.fileno(), False)

