@@ -235,7 +235,7 @@ def test_bad_options_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "nothing to analyze" in refused("--out", "out")
     assert "depthdecay: '~no-such-user/x' begins with" in refused("--out", "out", "--results", "~no-such-user/x")
     assert "depthdecay: '~no-such-user/x' begins with" in refused("--out", "~no-such-user/x", "--results", "ok.json")
-    assert "no such home folder" in refused("--out", "out", "--prompts", "~no-such-user/x")
+    assert "begins with the home" in refused("--out", "out", "--prompts", "~no-such-user/x")
     assert "without --prompts" in refused("--out", "out", "--plan", "x.json", "--results", "ok.json")
     assert "'gone.json' cannot be read" in refused("--out", "out", "--results", "gone.json")
     assert "'gone.jsonl' cannot be read" in refused("--out", "out", "--prompts", "gone.jsonl")

@@ -624,5 +624,5 @@ def test_lines_end_at_newlines_only_and_deep_json_is_refused(tmp_path: Path) -> 
     file.write_text("[" * 100_000)
     with pytest.raises(DepthDecayError, match="line 1"):
         read_prompts(file)
-    with pytest.raises(DepthDecayError, match="home folder"):
+    with pytest.raises(DepthDecayError, match="~nobody"):
         read_prompts("~nobody-of-that-name/prompts.jsonl")

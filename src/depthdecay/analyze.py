@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, one_line
-from depthdecay.evaluate.files import expanded
 from depthdecay.figures import (
     THIS_PLAN,
     Chart,
@@ -20,6 +19,7 @@ from depthdecay.figures import (
     perplexity_chart,
 )
 from depthdecay.ladder import Ladder
+from depthdecay.paths import expanded
 from depthdecay.plan import Plan
 
 # torch is imported where something is measured: drawing what result files say needs none.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from depthdecay import gguf_cache, gguf_convert
 from depthdecay.devices import choose_device, choose_dtype
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
+from depthdecay.paths import expanded
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +134,7 @@ def _needed(tokenizer: Any) -> Any:
 def _locate(name: str) -> tuple[Source, Path | None]:
     if name == EMBEDDED_MODEL:
         return "embedded", _embedded_file()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name.strip() and path.is_dir():
         _check_folder(path)
         return "folder", path

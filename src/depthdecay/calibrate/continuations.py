@@ -11,6 +11,7 @@ from typing import Any
 
 from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import expanded
 from depthdecay.prompts import token_ids
 
 # The model's own penalties and stop strings would hide what the layers say.
@@ -32,9 +33,7 @@ class Continuation:
 def read_prompts(path: str | Path) -> list[Any]:
     """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
     try:
-        lines = Path(path).expanduser().read_bytes().decode("utf-8-sig").split("\n")
-    except RuntimeError:  # a home folder of nobody
-        raise DepthDecayError(f"the prompts '{path}' cannot be read: there is no such home folder") from None
+        lines = expanded(path).read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DepthDecayError(f"the prompts '{path}' cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

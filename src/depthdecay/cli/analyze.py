@@ -10,7 +10,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.files import expanded
+from depthdecay.paths import expanded
 from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:

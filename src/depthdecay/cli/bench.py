@@ -250,8 +250,8 @@ def _bench_lossless(
     console = Console()
     console.print(table)
     console.print(
-        "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers that "
-        "are not full depth's, as in 16 bits where two tokens tie.[/]"
+        "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers "
+        "that are not full depth's, as in 16 bits where two tokens tie.[/]"
     )
     if json_file is not None:
         write_result(json_file, report.to_dict())

@@ -81,9 +81,9 @@ def eval_command(
     opt.check_new_tokens(max_new_tokens)
     whole_number("--over", over, 1)
     whole_number("--batch", batch, 1)
-    from depthdecay.evaluate.files import expanded
     from depthdecay.evaluate.methods import checked_speedups, chosen_methods
     from depthdecay.evaluate.task import TaskOptions, open_task
+    from depthdecay.paths import expanded
     from depthdecay.results import require_writable, write_result
 
     target = require_writable(expanded(json_file)) if json_file is not None else None

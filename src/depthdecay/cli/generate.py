@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import TextPrinter, print_account, working
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import expanded
 
 if TYPE_CHECKING:
     from depthdecay.engine import Engine, Piece, Result, Stream
@@ -91,7 +91,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise DepthDecayError("a prompt and --prompt-file were given together; use one")
     if file is not None:
         try:
-            content, where = Path(file).expanduser().read_bytes(), f"the prompt file '{file}'"
+            content, where = expanded(file).read_bytes(), f"the prompt file '{file}'"
         except OSError as error:
             raise DepthDecayError(f"the prompt file '{file}' cannot be read: {error.strerror or error}") from None
     elif prompt == "-":

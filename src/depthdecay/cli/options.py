@@ -11,6 +11,7 @@ import typer
 
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import expanded
 from depthdecay.plan import Plan
 from depthdecay.schedule import exact_alpha, exact_decimal, whole_number
 
@@ -199,7 +200,7 @@ class ModelOptions:
 
     def load(self, quiet: bool = False) -> LoadedModel:
         # The Hub shows bars of its own while it downloads, which a spinner would tear.
-        is_local = self.model == DEFAULT_MODEL or Path(self.model).expanduser().exists()
+        is_local = self.model == DEFAULT_MODEL or expanded(self.model).exists()
         with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
             from transformers.utils import logging
 

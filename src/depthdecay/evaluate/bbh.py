@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.files import expanded, read_json, read_text, require_fields, require_text
+from depthdecay.evaluate.files import read_json, read_text, require_fields, require_text
 from depthdecay.evaluate.task import Example, Score, Task
+from depthdecay.paths import expanded
 
 _OPTION = re.compile(r"\(([A-Z])\)", re.IGNORECASE)
 _BARE_OPTION = re.compile(r"([A-Z])(?=[).:,]|$)")

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError, one_line
-
-
-def expanded(path: str | Path) -> Path:
-    """A path with ~ and ~name as the folders that they stand for."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise DepthDecayError(f"'{path}' begins with the home of a user who is not here; give the whole path") from None
+from depthdecay.paths import expanded
 
 
 def read_text(path: str | Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import expanded
 
 
 def load_splits(data: str | None = None, **_: Any) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def find_files(data: str | None) -> tuple[Path, Path | None]:
     """The test questions and, where it lies beside them, train.jsonl with the worked examples."""
     if data is None:
         raise DepthDecayError("the local GSM8K tasks need their questions; add --data with test.jsonl or its folder")
-    path = Path(data).expanduser()
+    path = expanded(data)
     test = path / "test.jsonl" if path.is_dir() else path
     if not test.is_file():
         raise DepthDecayError(f"there is no file '{test}'; --data takes GSM8K's test.jsonl or the folder that holds it")
