@@ -50,8 +50,8 @@ CAVEAT = (
 
 def demo(
     model: opt.Model = opt.DEFAULT_MODEL,
-    speedup: opt.Speedup = SPEEDUP,
-    warmup_tokens: opt.WarmupTokens = WARMUP_TOKENS,
+    speedup: opt.Speedup = None,
+    warmup_tokens: opt.WarmupTokens = None,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     question: Annotated[str, typer.Option(help="What both are asked.")] = QUESTION,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo"),
@@ -63,10 +63,14 @@ def demo(
     opt.check_new_tokens(new_tokens)
     if not question.strip():
         raise DepthDecayError("the question is empty; give at least one word")
-    plan_options = opt.PlanOptions(speedup=speedup or SPEEDUP, warmup_tokens=warmup_tokens)
+    as_shipped = model == opt.DEFAULT_MODEL and speedup is None and warmup_tokens is None
+    warmup = WARMUP_TOKENS if warmup_tokens is None else warmup_tokens
+    by_rule = opt.PlanOptions(speedup=speedup or SPEEDUP, warmup_tokens=warmup)
+    plan_options = opt.PlanOptions("default") if as_shipped else by_rule
+    stored = plan_options.load()
     options = opt.ModelOptions(model, device, dtype)
     loaded = options.load()
-    plan = plan_options.choose(loaded.model, loaded.name, None, new_tokens)
+    plan = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
     assert plan is not None
     # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
     full_engine, decay_engine = options.engine(loaded, None), options.engine(loaded, plan)
