@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .budget import Costs
+from .devices import synchronize
 from .engine import Engine
 from .errors import DepthDecayError, one_line
 from .plan import Plan
@@ -213,7 +214,7 @@ class _Contender:
 
     def _timed_generate(self, tokens: int) -> float:
         static = {"cache_implementation": "static"} if self.method == "generate-static" else {}
-        _synchronize(self.device)
+        synchronize(self.device)
         started = time.perf_counter()
         with torch.no_grad():
             output = self.model.generate(
@@ -223,7 +224,7 @@ class _Contender:
                 do_sample=False,
                 **static,
             )
-        _synchronize(self.device)
+        synchronize(self.device)
         assert output.shape[1] == self.prompts.shape[1] + tokens
         return time.perf_counter() - started
 
@@ -245,7 +246,7 @@ def _row(contender: _Contender, costs: Costs, plan: Plan, report: Report, full: 
     tokens = report.settings["new_tokens"]
     row.layers_executed = contender.layers_executed or plan.num_layers * tokens
     row.layer_speedup = plan.num_layers * tokens / row.layers_executed
-    row.cost_speedup = costs.full() / bytes_read
+    row.cost_speedup = costs.speedup(own_plan, tokens)
     if full is not None and full.error is None and contender.method in ("full", "decay"):
         row.wall_clock_speedup = _times_as_fast(contender, full)
         row.realised = row.wall_clock_speedup / row.cost_speedup
@@ -280,22 +281,15 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.ones_like(source)
     best = float("inf")
     for _ in range(10):
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     del source, target
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return 2 * size / best / 1e9
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 @contextlib.contextmanager

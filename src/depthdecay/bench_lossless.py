@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from .devices import synchronize
 from .engine import Engine, Result
 from .errors import DepthDecayError, one_line
 from .plan import Plan
+from .request import PLAIN_GREEDY
 
-GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 PEERS = ("generate", "prompt-lookup", "assisted")
 
 
@@ -92,7 +93,6 @@ def run_lossless_bench(
             way(list(prompts[0]))
         except Exception as error:
             rows[method].error = one_line(f"{type(error).__name__}: {error}", limit=300)
-    seconds_of_full = []
     for number, prompt in enumerate(prompts):
         expected: list[int] = []
         for method, way in ways.items():
@@ -103,7 +103,6 @@ def run_lossless_bench(
             tokens, seconds, result = way(list(prompt))
             if method == "full":
                 expected = tokens
-                seconds_of_full.append(seconds)
             _add(row, tokens, seconds, result, expected)
     for row in rows.values():
         _finish(row, rows["full"])
@@ -118,7 +117,7 @@ def run_lossless_bench(
 
 
 def _ours(engine: Engine, ids: list[int], tokens: int, mode: str, **settings: Any) -> tuple[list[int], float, Result]:
-    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **GREEDY, **settings)
+    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **PLAIN_GREEDY, **settings)
     return result.token_ids, result.decode_seconds, result
 
 
@@ -133,19 +132,14 @@ def _transformers(
             raise DepthDecayError("assisted generation needs a smaller model; give one with --assistant")
         options["assistant_model"] = assistant
     given = torch.tensor([ids], device=model.device)
-    _wait(given)
+    synchronize(given.device)
     started = time.perf_counter()
     with torch.no_grad():
         output = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, **GREEDY, **options
+            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, **PLAIN_GREEDY, **options
         )
-    _wait(given)
+    synchronize(given.device)
     return output[0, len(ids) :].tolist(), time.perf_counter() - started, None
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
 
 
 def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None, expected: list[int]) -> None:

@@ -25,12 +25,15 @@ class Costs:
         self.plan = plan
         found = Repairs.of_plan(plan) if repairs is None else repairs
         self.repairs = Repairs() if found is None else found
+        self._at: dict[int, int] = {}
         self.item = stack.examples()[0].element_size()
 
     def at(self, depth: int) -> int:
-        """Bytes of one step at this depth."""
-        layers = sum(self.layers[layer] for layer in self.plan.layers(depth))
-        return layers + self.repairs.parameters(depth) * self.item + self.head
+        """Bytes of one step at this depth; asked for every token of many schedules, so kept."""
+        if depth not in self._at:
+            layers = sum(self.layers[layer] for layer in self.plan.layers(depth))
+            self._at[depth] = layers + self.repairs.parameters(depth) * self.item + self.head
+        return self._at[depth]
 
     def per_step(self, plan: Plan, tokens: int) -> float:
         """The mean over the steps that produce T_1 to T_(tokens-1)."""
@@ -40,15 +43,22 @@ class Costs:
     def full(self) -> int:
         return sum(self.layers) + self.head
 
+    def speedup(self, plan: Plan, tokens: int) -> float:
+        """Bytes at full depth over bytes read: the ideal that a wall-clock can reach."""
+        return self.full() / self.per_step(plan, tokens)
+
+    def layer_speedup(self, plan: Plan, tokens: int) -> Fraction:
+        """The layer speed-up with maps counted as the layers that they weigh."""
+        return Fraction(plan.num_layers * tokens) / sum(self.in_layers(depth) for depth in plan.depths(tokens))
+
     def in_layers(self, depth: int) -> Fraction:
         """A step's layers and repair maps, in layers of mean size."""
         return Fraction(self.at(depth) - self.head) * len(self.layers) / sum(self.layers)
 
 
 def cost_speedup(plan: Plan, stack: Stack, tokens: int, repairs: Repairs | None = None) -> float:
-    """Bytes at full depth over bytes read, for a text of so many tokens: the ideal that a wall-clock can reach."""
-    costs = Costs(stack, plan, repairs)
-    return costs.full() / costs.per_step(plan, tokens)
+    """`Costs.speedup` of one plan on one model."""
+    return Costs(stack, plan, repairs).speedup(plan, tokens)
 
 
 def stored_plan(plan: Plan, speedup: float) -> Plan:
@@ -89,7 +99,6 @@ def plan_at_speedup(
     wanted = Fraction(exact_decimal("speed-up", speedup))
     if not 1 <= wanted <= plan.num_layers:
         raise DepthDecayError(f"speed-up is {speedup}; expected a number from 1 to {plan.num_layers}, the layers")
-    full = plan.num_layers * over_tokens
 
     def made(asked: Fraction) -> Plan:
         units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than asked
@@ -99,14 +108,13 @@ def plan_at_speedup(
         )
 
     def reached(candidate: Plan) -> Fraction:
-        table = candidate.depths(over_tokens)
-        return Fraction(full) / sum(costs.in_layers(depth) for depth in table)
+        return costs.layer_speedup(candidate, over_tokens)
 
     candidate = made(wanted)
     if reached(candidate) >= wanted:
         return candidate
     # Maps cost something, so more decay is asked for, up to the most that the ladder has, until the sum fits.
-    low, high = wanted, Fraction(full, plan.num_layers + lowest * (over_tokens - 1))
+    low, high = wanted, Fraction(plan.num_layers * over_tokens, plan.num_layers + lowest * (over_tokens - 1))
     high = max(low, Fraction(int(high * 10**6), 10**6))
     try:
         best = made(high)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -72,7 +71,6 @@ class EagerDecoder:
         self.cache = cache
         self.new_tokens = new_tokens
         self.layer_pass = LayerPass()
-        self.forward_arguments = _accepted_arguments(stack)
         self.padding: torch.Tensor | None = None
 
     def prefill(self, prompt: Prompt) -> int:
@@ -100,22 +98,6 @@ class EagerDecoder:
         filled = self.cache.clock.filled + ids.shape[1]
         padding = None if self.padding is None else self.padding[:, :filled]
         self.go_to(depth)
-        self.logits = self.run_model(ids, position_ids, padding)
+        self.logits = self.stack.run(self.layer_pass, ids, padding, self.cache, position_ids)[:, -1]
         self.cache.clock.filled = filled
         return self.layer_pass.layers_executed
-
-    def run_model(self, ids: torch.Tensor, position_ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """The model's own forward, with the routed layers; logits of the last position."""
-        arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 1}
-        arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.stack.exclusive(), self.stack.routed(self.layer_pass):
-            output = self.stack.model(
-                input_ids=ids, attention_mask=padding, past_key_values=self.cache, use_cache=True, **arguments
-            )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-
-def _accepted_arguments(stack: Stack) -> frozenset[str]:
-    """Optional arguments that this model's forward takes by name (older architectures have no position_ids)."""
-    return frozenset(inspect.signature(type(stack.model).forward).parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthdecay.errors import DepthDecayError
@@ -48,3 +50,26 @@ def choose_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if number_type not in (torch.bfloat16, torch.float16, torch.float32):
         raise DepthDecayError(f"unknown dtype '{dtype}'; use auto, bf16, fp16 or fp32")
     return number_type
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on a device; where the system does not say, no limit."""
+    import torch
+
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return math.inf

@@ -269,7 +269,10 @@ class GraphDecoder(OnDevice, EagerDecoder):
             self.is_compared = True
 
     def _pass(self, bucket: int) -> None:
-        logits = self.run_model(self.static_tokens, self.static_position_ids, self.static_padding[:, :bucket])
+        padding = self.static_padding[:, :bucket]
+        logits = self.stack.run(self.layer_pass, self.static_tokens, padding, self.cache, self.static_position_ids)[
+            :, -1
+        ]
         self.static_logits.copy_(logits)
         # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
         self.static_tokens.copy_(logits.argmax(dim=-1, keepdim=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -171,19 +170,9 @@ class LosslessDecoder(EagerDecoder):
         """The model's own forward over some new columns; logits of the last `keep` of them."""
         self.go_to(depth)
         end = self.filled + ids.shape[1]
-        arguments: dict[str, Any] = {"position_ids": positions, "logits_to_keep": keep}
-        arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.stack.exclusive(), self.stack.routed(self.layer_pass):
-            output = self.stack.model(
-                input_ids=ids,
-                attention_mask=self.mask[:, :end],
-                past_key_values=self.cache,
-                use_cache=True,
-                **arguments,
-            )
+        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :end], self.cache, positions, keep)
         self.cache.clock.filled = end
-        logits: torch.Tensor = output.logits
-        return logits[:, -keep:]
+        return logits
 
 
 class RowSampler:

@@ -110,17 +110,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         """A pass over the slot's tokens, written from the device's position on."""
         slot = self.slots[size]
         self.cache.on_device(self.start, bucket, self.start + slot.steps)
-        arguments: dict[str, Any] = {"position_ids": slot.positions, "logits_to_keep": size}
-        arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.stack.exclusive(), self.stack.routed(self.layer_pass):
-            output = self.stack.model(
-                input_ids=slot.ids,
-                attention_mask=self.mask[:, :bucket],
-                past_key_values=self.cache,
-                use_cache=True,
-                **arguments,
-            )
-        logits = output.logits[:, -size:]
+        mask = self.mask[:, :bucket]
+        logits = self.stack.run(self.layer_pass, slot.ids, mask, self.cache, slot.positions, keep=size)
         if slot.logits is None:
             slot.logits = torch.empty_like(logits)
         slot.logits.copy_(logits)

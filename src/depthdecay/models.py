@@ -47,6 +47,11 @@ class LoadedModel:
     name: str
     source: Source
 
+    @property
+    def shown_name(self) -> str:
+        """For files that others read: a whole path says where a model lies on this machine, which is nobody else's."""
+        return Path(self.name).name if Path(self.name).is_absolute() else self.name
+
 
 def load(
     model: str = EMBEDDED_MODEL,

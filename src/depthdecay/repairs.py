@@ -23,6 +23,17 @@ _PARTS = ("down", "up", "bias", "gate", "lift", "out")
 _LONGEST_TEXT = 2**24
 
 
+def normalised(state: torch.Tensor) -> torch.Tensor:
+    """What maps are given: the state divided by the root of its mean square."""
+    scale = state.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+    return (state * scale).to(state.dtype)
+
+
+def gated(normal: torch.Tensor, gate: torch.Tensor, lift: torch.Tensor) -> torch.Tensor:
+    """What neurons of a gated MLP say about a normalised state."""
+    return functional.silu(functional.linear(normal, gate)) * functional.linear(normal, lift)
+
+
 def repaired(
     hidden: torch.Tensor,
     down: torch.Tensor,
@@ -36,12 +47,10 @@ def repaired(
 
     A low-rank linear map of the normalised state; and, where neurons were kept, a few of the dropped layers' own.
     """
-    scale = hidden.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
-    normal = (hidden * scale).to(down.dtype)
+    normal = normalised(hidden).to(down.dtype)
     guess = functional.linear(functional.linear(normal, down), up) + bias
     if gate is not None and lift is not None and out is not None:
-        neurons = functional.silu(functional.linear(normal, gate)) * functional.linear(normal, lift)
-        guess = guess + functional.linear(neurons, out)
+        guess = guess + functional.linear(gated(normal, gate, lift), out)
     return hidden + guess
 
 

@@ -17,6 +17,8 @@ from .schedule import whole_number
 if TYPE_CHECKING:
     from .engine import Engine
 
+# Plain greedy search: a model's own sampling, penalties or stop strings would hide what its layers say.
+PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 DEFAULT_NEW_TOKENS = 256  # where neither the caller nor the model's generation_config says
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -117,6 +119,29 @@ class Stack:
             yield
         finally:
             _CLAIMED.discard(self.model)
+
+    def run(
+        self,
+        layer_pass: LayerPass,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+        position_ids: torch.Tensor,
+        keep: int = 1,
+    ) -> torch.Tensor:
+        """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them."""
+        arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
+        # Older architectures lack one or the other.
+        arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
+        with self.exclusive(), self.routed(layer_pass):
+            output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
+        logits: torch.Tensor = output.logits[:, -keep:]
+        return logits
+
+    @functools.cached_property
+    def forward_arguments(self) -> frozenset[str]:
+        """What the model's forward takes by name."""
+        return frozenset(inspect.signature(type(self.model).forward).parameters)
 
     def _route(self, index: int, layer: nn.Module, layer_pass: LayerPass) -> Forward:
         forward = layer.forward  # may be an accelerate hook's: multi-GPU models go on working

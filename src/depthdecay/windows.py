@@ -12,7 +12,6 @@ would bring elsewhere, `sure · p > rate · draft`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -113,10 +112,3 @@ def found_again(text: list[int], longest: int, size: int = 3) -> list[int]:
             if text[start : start + length] == end:
                 return text[start + length : start + length + longest]
     return []
-
-
-def tokens_per_pass(acceptance: float, draft: float, verify: Callable[[int], float], longest: int = LONGEST) -> float:
-    """The best speed that drafting at this acceptance and these costs can reach, against full depth."""
-    costs = StepCosts(draft, verify)
-    best = max(costs.rate(acceptance, drafts) for drafts in range(longest + 1))
-    return best if math.isfinite(best) else 1.0

@@ -13,12 +13,8 @@ from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.paths import expanded
 from depthdecay.prompts import token_ids
+from depthdecay.request import PLAIN_GREEDY
 
-# The model's own penalties and stop strings would hide what the layers say.
-PLAIN_GREEDY: dict[str, Any] = {
-    **{"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    "stop": [],
-}
 _FIELDS = ("messages", "prompt", "question", "text", "instruction")
 
 
@@ -151,7 +147,7 @@ def continue_prompts(
         chosen = order[start : start + batch]
         rows = [list(prompts[index]) for index in chosen]
         rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
-        results = engine.generate(rows, new_tokens, mode="full", **PLAIN_GREEDY)
+        results = engine.generate(rows, new_tokens, mode="full", stop=[], **PLAIN_GREEDY)
         for index, result in zip(chosen, results, strict=False):
             found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))
         progress(min(start + batch, len(order)), len(order))

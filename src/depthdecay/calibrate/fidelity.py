@@ -42,6 +42,12 @@ class Fidelity:
         return asdict(self)
 
 
+def depth_segments(plan: Plan, columns: int) -> dict[int, tuple[int, int]]:
+    """The columns (first, behind the last) that run at each depth; column j predicts T_(j+1)."""
+    depths = [plan.depth(column + 1) for column in range(columns)]
+    return {depth: (depths.index(depth), columns - depths[::-1].index(depth)) for depth in sorted(set(depths))}
+
+
 class Simulator:
     """Measures plans on one recording."""
 
@@ -58,20 +64,18 @@ class Simulator:
     @torch.no_grad()
     def final_state(self, batch: Batch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
         """The state behind the last layer, every column at the depth of the token that it predicts."""
-        columns = batch.inputs.shape[1]
-        depths = [plan.depth(column + 1) for column in range(columns)]
-        segments = [(depth, depths.index(depth), columns - depths[::-1].index(depth)) for depth in sorted(set(depths))]
-        dropped = {depth: frozenset(plan.dropped(depth)) for depth, _, _ in segments}
-        maps = {depth: ({} if repairs is None else repairs.at(depth)) for depth, _, _ in segments}
+        segments = depth_segments(plan, batch.inputs.shape[1])
+        dropped = {depth: frozenset(plan.dropped(depth)) for depth in segments}
+        maps = {depth: ({} if repairs is None else repairs.at(depth)) for depth in segments}
         # Up to the first layer that any column leaves out, the states are the full model's.
         first = min((layer for layers in dropped.values() for layer in layers), default=len(batch.calls))
         state = batch.states[first]
         for layer in range(first, len(batch.calls)):
-            if any(layer not in dropped[depth] for depth, _, _ in segments):
+            if any(layer not in layers for layers in dropped.values()):
                 output = self.recording.run_layer(batch, layer, state)
             else:
                 output = state.clone()
-            for depth, start, end in segments:
+            for depth, (start, end) in segments.items():
                 if layer in dropped[depth]:
                     before = state[:, start:end]
                     output[:, start:end] = maps[depth][layer](before) if layer in maps[depth] else before

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
+from depthdecay.calibrate.fidelity import depth_segments
 from depthdecay.calibrate.recording import Recording
 from depthdecay.ladder import runs_of
 from depthdecay.plan import Plan
-from depthdecay.repairs import Repair, Repairs
+from depthdecay.repairs import Repair, Repairs, gated, normalised
 from depthdecay.stack import Stack
 
 
@@ -32,13 +32,7 @@ class Neurons:
     lift: torch.Tensor  # (neurons, hidden)
 
     def __call__(self, normal: torch.Tensor) -> torch.Tensor:
-        return functional.silu(functional.linear(normal, self.gate)) * functional.linear(normal, self.lift)
-
-
-def normalised(state: torch.Tensor) -> torch.Tensor:
-    """As `repaired` does it: divided by the root of its mean square."""
-    scale = state.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
-    return (state * scale).to(state.dtype)
+        return gated(normal, self.gate, self.lift)
 
 
 @torch.no_grad()
@@ -206,9 +200,7 @@ def fit_plan(recording: Recording, plan: Plan, settings: FitSettings, prior: Rep
     These see what decoding will see: earlier positions at their own, greater depths. Where a prior is given (maps
     fitted at constant depths on all positions), the ridge pulls towards it instead of towards nothing.
     """
-    columns = recording.columns
-    depths = [plan.depth(column + 1) for column in range(columns)]
-    segments = {depth: (depths.index(depth), columns - depths[::-1].index(depth)) for depth in sorted(set(depths))}
+    segments = depth_segments(plan, recording.columns)
     runs = {depth: dict(runs_of(plan.dropped(depth))) for depth in segments}
     dropped = {depth: frozenset(plan.dropped(depth)) for depth in segments}
     first = min((layer for layers in dropped.values() for layer in layers), default=recording.stack.num_layers)

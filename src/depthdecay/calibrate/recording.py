@@ -7,7 +7,6 @@ embedding, cache) are kept. So a layer can be run again, by itself, on the state
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +58,6 @@ class Recording:
             batches.append(_record(stack, ordered[start : start + rows], columns))
             progress(min(start + rows, len(ordered)), len(ordered))
         return cls(stack, batches, columns)
-
-    def split(self, first: int) -> tuple[Recording, Recording]:
-        """The first batches apart from the others; states are shared, not copied."""
-        return Recording(self.stack, self.batches[:first], self.columns), Recording(
-            self.stack, self.batches[first:], self.columns
-        )
 
     @property
     def tokens(self) -> int:
@@ -125,27 +118,16 @@ def _record(stack: Stack, texts: Sequence[Continuation], columns: int) -> Batch:
         states[index + 1] = output[0] if isinstance(output, tuple) else output
         return output
 
-    accepted = inspect.signature(type(stack.model).forward).parameters
-
-    def extra(position_ids: torch.Tensor) -> dict[str, Any]:
-        """Logits are not wanted here, and of a long prompt they would fill the memory."""
-        given = {"position_ids": position_ids, "logits_to_keep": 1}
-        return {name: value for name, value in given.items() if name in accepted}
-
     with stack.exclusive():
-        with stack.routed(LayerPass()):
-            more = extra(prompt.position_ids)
-            stack.model(input_ids=prompt.ids, attention_mask=prompt.mask, past_key_values=cache, use_cache=True, **more)
+        # Of the logits, here and below, one column: those of a long prompt would fill the memory.
+        stack.run(LayerPass(), prompt.ids, prompt.mask, cache, prompt.position_ids)
         # Not advanced again: layers that are run anew write their keys and values over those of the last time.
         cache.clock.filled = prompt.length
         mask = None
         if prompt.mask is not None:
             mask = torch.cat([prompt.mask, prompt.mask.new_ones((len(texts), columns))], dim=1)
         later = prompt.position_ids[:, -1:] + 1 + torch.arange(columns, device=device)
-        with stack.routed(LayerPass(run_layer=watch)):
-            stack.model(
-                input_ids=tokens[:, :-1], attention_mask=mask, past_key_values=cache, use_cache=True, **extra(later)
-            )
+        stack.run(LayerPass(run_layer=watch), tokens[:, :-1], mask, cache, later)
     if not all(torch.isfinite(states[-1][row]).all() for row in range(len(texts))):
         raise DepthDecayError("the model's states are not finite numbers (NaN or infinity); try --dtype fp32 or bf16")
     return Batch(tokens[:, :-1], tokens[:, 1:], valid, calls, states)

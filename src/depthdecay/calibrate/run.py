@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthdecay.budget import Costs, cost_speedup, plan_at_speedup
+from depthdecay.budget import Costs, plan_at_speedup
 from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts
 from depthdecay.calibrate.fidelity import Fidelity, Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace, fit_plan
@@ -20,6 +20,7 @@ from depthdecay.calibrate.influence import block_influence, unrepaired_share
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
 from depthdecay.calibrate.work import WorkFolder
+from depthdecay.devices import free_bytes
 from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.identity import identity
@@ -487,10 +488,8 @@ class Calibration:
             "confidence": _CONFIDENCE,
             "asked_speedup": speedup,
             "layer_speedup": plan.layer_speedup(tokens),
-            "layer_speedup_with_repairs": float(
-                plan.num_layers * tokens / sum(costs.in_layers(depth) for depth in plan.depths(tokens))
-            ),
-            "cost_speedup": cost_speedup(plan, self.stack, tokens, repairs),
+            "layer_speedup_with_repairs": float(costs.layer_speedup(plan, tokens)),
+            "cost_speedup": costs.speedup(plan, tokens),
             "prompts": measured.prompts,
             "tokens": measured.tokens,
         }
@@ -522,17 +521,6 @@ class Calibration:
             "over_tokens": tokens,
         }
         return Calibrated(replace(plan, repairs=REPAIRS_FILE, notes=notes), repairs, figures)
-
-
-def free_bytes(device: torch.device) -> float:
-    """Memory that is free on a device; where the system does not say, no limit."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return math.inf
 
 
 _CONFIDENCE = 0.95

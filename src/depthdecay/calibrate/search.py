@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from depthdecay.calibrate.fidelity import Tally
@@ -93,7 +93,6 @@ class Search:
     ) -> tuple[list[Found], dict[tuple[int, ...], Trace]]:
         """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers."""
         tried: dict[frozenset[int], tuple[float, Found, Trace]] = {}
-        kept_sets: set[frozenset[int]] = set()
         for found in beam:
             left = [layer for layer in self.candidates if layer not in found.order]
             left.sort(key=lambda layer, found=found: (found.promise[layer] / self.layer_costs[layer], layer))  # type: ignore[misc]
@@ -113,14 +112,11 @@ class Search:
                 if dropped not in tried or score < tried[dropped][0]:
                     tried[dropped] = score, longer, trace
                 # Traces hold states of a whole model: only those that may stay are kept.
-                best = sorted(tried, key=lambda key: (tried[key][0], tried[key][1].order))[: self.beam]
-                kept_sets = set(best)
-                for key in [key for key in tried if key not in kept_sets]:
-                    del tried[key]
+                ranked = sorted(tried.items(), key=lambda item: (item[1][0], item[1][1].order))
+                tried = dict(ranked[: self.beam])
             if not found.order:
                 _rescale(promise, found.promise, trials)
-        ranked = sorted(tried.values(), key=lambda entry: (entry[0], entry[1].order))
-        return [replace(found) for _, found, _ in ranked], {found.order: trace for _, found, trace in ranked}
+        return [found for _, found, _ in tried.values()], {found.order: trace for _, found, trace in tried.values()}
 
     def _score(self, found: Found) -> float:
         """KL summed over the rungs, each against what its layers save."""

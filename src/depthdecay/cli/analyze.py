@@ -10,7 +10,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import expanded
+from depthdecay.paths import make_folder
 from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def _measured(
         engine = options.engine(loaded, plan)
         analysis = measure(engine, fitting_prompts(engine, texts, limit, new_tokens), new_tokens, say)
     settings = {
-        # A path says where a model lies on this machine, which is nobody else's.
-        "model": Path(loaded.name).name if Path(loaded.name).is_absolute() else loaded.name,
+        "model": loaded.shown_name,
         "plan": None if plan is None else opt.plan_dict(plan),
         "new_tokens": new_tokens,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -101,15 +100,3 @@ def _write(folder: Path, charts: list[Chart]) -> None:
             say(f"drawing {chart.name}")
             for file in write_chart(folder, chart):
                 console.print(str(file), markup=False)
-
-
-def make_folder(path: str) -> Path:
-    """The folder to write to, refused before anything long runs."""
-    folder = expanded(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DepthDecayError(f"cannot write to the folder '{path}': {error.strerror or error}") from None
-    except ValueError:
-        raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
-    return folder

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from depthdecay.cli import options as opt
-from depthdecay.cli.analyze import make_folder
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import make_folder
 from depthdecay.schedule import exact_decimal, whole_number
 
 if TYPE_CHECKING:
@@ -111,9 +111,7 @@ def calibrate(
         settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup, *others])))
     settings = _with_sizes(settings, repair_rank, repair_neurons)
     with working("calibrating …", lasting=True) as say:
-        run = Calibration(
-            loaded.model, loaded.tokenizer, texts, folder, settings, name=shown_name(loaded.name), say=say
-        )
+        run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
         made = run.make(goal)
         _save(run, made, folder)
         for other in further:
@@ -142,11 +140,6 @@ def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Se
         return settings
     fixed: dict[str, Any] = {name: v for name, v in (("rank", rank), ("neurons", neurons)) if v is not None}
     return replace(settings, maps=tuple(dict.fromkeys(replace(size, **fixed) for size in settings.maps)))
-
-
-def shown_name(name: str) -> str:
-    """A path says where a model lies on this machine, which is nobody else's."""
-    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _save(run: Calibration, made: Calibrated, folder: Path) -> None:

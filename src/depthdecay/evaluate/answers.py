@@ -17,9 +17,7 @@ from depthdecay.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
 from depthdecay.evaluate.work_file import WorkFile, digest
 from depthdecay.plan import Plan
-
-# Plain greedy search: a model's own sampling or penalties would hide what dropping layers does.
-GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+from depthdecay.request import PLAIN_GREEDY
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Answerer:
                 mode=mode,
                 eos_token_id=self.end_tokens,
                 stop=[],
-                **GREEDY,
+                **PLAIN_GREEDY,
             )
         except torch.OutOfMemoryError:
             raise DepthDecayError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from depthdecay.budget import Costs
 from depthdecay.errors import DepthDecayError, one_line
-from depthdecay.evaluate.answers import GREEDY, Answerer, Answers, Questions
+from depthdecay.evaluate.answers import Answerer, Answers, Questions
 from depthdecay.evaluate.gsm8k import EXEMPLARS
 from depthdecay.evaluate.methods import Contender, contenders
 from depthdecay.evaluate.report import Report, Row, compare, make_row
@@ -25,6 +25,7 @@ from depthdecay.identity import identity
 from depthdecay.models import LoadedModel, prompt_ids
 from depthdecay.plan import Plan
 from depthdecay.plan_check import check_plan
+from depthdecay.request import PLAIN_GREEDY
 from depthdecay.stack import Stack
 
 _WORK_FORMAT = 1  # of the batches in work files
@@ -68,7 +69,7 @@ def evaluate(
         plan,
         lambda: block_influence(loaded.tokenizer, stack, plan),
     )
-    report = Report(_shown_name(loaded.name), task.name, _described(loaded, task, settings, questions, chat))
+    report = Report(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
     answerer = Answerer(loaded.model, loaded.tokenizer, questions, work or WorkFile(None), _run_key(loaded, questions))
     told: list[str] = []
     for contender in methods:
@@ -163,7 +164,7 @@ def _run_key(loaded: LoadedModel, questions: Questions) -> str:
     """Everything but the plan that decides an answer, and how it is timed."""
     model = loaded.model
     place = [str(model.dtype), model.device.type]
-    return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), GREEDY])
+    return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), PLAIN_GREEDY])
 
 
 def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Questions, chat: bool) -> dict[str, Any]:
@@ -181,11 +182,6 @@ def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Q
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.model.device.type,
     }
-
-
-def _shown_name(name: str) -> str:
-    """A path says where a model lies on one machine, and nothing about the model."""
-    return Path(name).name if os.path.isabs(name) or name.startswith(("~", ".")) else name
 
 
 def _told(contender: Contender, answers: Answers, scores: Sequence[Score]) -> list[str]:
