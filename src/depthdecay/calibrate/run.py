@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Settings:
         FitSettings(512, 1024),
     )
     ridges: tuple[float, ...] = (0.01,)
+    certain: tuple[float, ...] = (0.5,)  # weights of sure tokens to choose from, besides 1
     warmups: tuple[float, ...] = (0.05, 0.15)  # shares of the horizon, besides none
 
     def share_for(self, speedup: float) -> float:
@@ -118,6 +119,7 @@ class Settings:
             minutes=3.0,
             maps=(FitSettings(64, 64, 0.03),),
             ridges=(),
+            certain=(),
             warmups=(0.15,),
         )
 
@@ -387,11 +389,13 @@ class Calibration:
                 except DepthDecayError:
                     return
             best[settings] = kl
-            tried.append({"rank": settings.rank, "neurons": settings.neurons, "ridge": settings.ridge, "kl": kl})
-            self.say(f"  KL {kl:.5f} with rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}")
+            tried.append({**asdict(settings), "kl": kl})
+            self.say(f"  KL {kl:.5f} with {_in_words(settings)}")
 
         for settings in self.settings.maps:
             attempt(settings)
+        for certain in self.settings.certain:
+            attempt(replace(min(best, key=lambda size: best[size]), certain=certain))
         for ridge in self.settings.ridges:
             attempt(replace(min(best, key=lambda size: best[size]), ridge=ridge))
         self._size = min(best, key=lambda size: best[size])
@@ -501,6 +505,7 @@ class Calibration:
                 "rank": settings.rank,
                 "neurons a layer": settings.neurons,
                 "ridge": settings.ridge,
+                "weight of sure tokens": settings.certain,
                 "least layers": shape.floor,
                 "warm-up tokens": int(shape.warmup * tokens),
                 "new tokens": tokens,
@@ -549,6 +554,11 @@ def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, d
     spread = (means - mean) / np.maximum(errors, 1e-12 + 0.05 * error)
     by_t = mean - np.quantile(spread, 1 - _CONFIDENCE) * error
     return float(max(by_t, np.quantile(means, _CONFIDENCE), mean))
+
+
+def _in_words(settings: FitSettings) -> str:
+    words = f"rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}"
+    return words if settings.certain >= 1 else f"{words}, sure tokens at {settings.certain:g}"
 
 
 def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:
