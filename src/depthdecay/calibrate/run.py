@@ -73,7 +73,7 @@ class Settings:
     """How much is measured. The defaults of `for_device` suit a GPU, or two cores and a small model."""
 
     fit_prompts: int = 1024
-    select_prompts: int = 64  # never fitted on: the search and all choices are decided by them
+    select_prompts: int = 128  # never fitted on: the search and all choices are decided by them
     held_out_prompts: int = 128  # for the figures that the plan promises; a plan over its budget is made slower
     new_tokens: int = 200
     search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
@@ -91,9 +91,10 @@ class Settings:
         FitSettings(256, 256),
         FitSettings(512, 512),
         FitSettings(512, 1024),
+        FitSettings(512, 1536),
     )
     ridges: tuple[float, ...] = (0.01,)
-    certain: tuple[float, ...] = (0.5,)  # weights of sure tokens to choose from, besides 1
+    certain: tuple[float, ...] = ()  # weights of sure tokens to choose from, besides 1
     warmups: tuple[float, ...] = (0.05, 0.15)  # shares of the horizon, besides none
 
     def share_for(self, speedup: float) -> float:
@@ -347,16 +348,20 @@ class Calibration:
             return kl
 
         least = self.stack.num_layers - len(self.found.order)
-        best, shape, worse = math.inf, Shape(least), 0
+        losses: dict[int, float] = {}
+        worse = 0
         for floor in range(int(self.stack.num_layers / speedup), least - 1, -1):
-            kl = attempt(Shape(floor))
-            worse = worse + 1 if kl >= best and math.isfinite(best) else 0
-            if kl < best:
-                best, shape = kl, Shape(floor)
+            best = min(losses.values(), default=math.inf)
+            losses[floor] = attempt(Shape(floor))
+            worse = worse + 1 if losses[floor] >= best and math.isfinite(best) else 0
             if worse == 2:  # it only gets deeper from here
                 break
+        best = min(losses.values(), default=math.inf)
         if not math.isfinite(best):
             self.plan_at(speedup, settings, Shape(least))  # says why
+        # Longer answers go on at the floor, where nothing was measured: of equals the highest.
+        floor = max(floor for floor, kl in losses.items() if kl <= _AS_GOOD * best)
+        best, shape = losses[floor], Shape(floor)
         for warmup in self.settings.warmups:
             kl = attempt(replace(shape, warmup=warmup))
             if kl < best:
@@ -530,6 +535,7 @@ class Calibration:
 
 _CONFIDENCE = 0.95
 _LEAST_SPEEDUP = 1.01
+_AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
 
 
 def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, draws: int = 4000) -> float:
