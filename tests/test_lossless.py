@@ -10,8 +10,8 @@ from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.errors import DepthDecayError
-from depthdecay.lossless import Pace, drafting_plan
-from depthdecay.windows import Drafter, StepCosts, expected_tokens, found_again
+from depthdecay.lossless import draft_depths, drafting_plan
+from depthdecay.windows import Drafter, Drafting, Lookup, Pace, StepCosts, expected_tokens
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -96,13 +96,13 @@ def test_rows_advance_by_different_amounts(
     expected = token_ids(engine, "full", PROMPTS, 60, eos_token_id=None)
     rounds = iter(range(1000))
 
-    def told(self: Any, sampler: Any, last: torch.Tensor, indices: list[int], drafts: int, *_: Any) -> torch.Tensor:
+    def told(self: Any, sampler: Any, last: torch.Tensor, indices: list[int], drafts: int, *_: Any) -> Any:
         turn = next(rounds)
         rows = []
         for row, index in enumerate(indices):
             text = (expected[row] + [0] * 20)[index + 1 : index + 1 + drafts]
             rows.append(text if (turn + row) % 3 else [(token + 1) % 90 for token in text])
-        return torch.tensor(rows)
+        return torch.tensor(rows), []
 
     monkeypatch.setattr("depthdecay.lossless.LosslessDecoder.draft", told)
     results = engine.generate(PROMPTS, 60, mode="lossless", eos_token_id=None)
@@ -187,12 +187,17 @@ def test_a_drafter_learns_and_stops() -> None:
 
 
 def test_lookup_finds_what_followed_before() -> None:
-    text = [1, 2, 3, 4, 5, 9, 9, 2, 3]
-    assert found_again(text, 3) == [4, 5, 9]
-    assert found_again([1, 2, 3, 7, 1, 2, 3, 8, 2, 3], 2) == [8, 2]  # the latest place
-    assert found_again([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1) == [3]  # the longest end
-    assert found_again([1, 2, 3], 4) == []
-    assert found_again([], 4) == []
+    assert Lookup([1, 2, 3, 4, 5, 9, 9, 2, 3]).after(3) == [4, 5, 9]
+    assert Lookup([1, 2, 3, 7, 1, 2, 3, 8, 2, 3]).after(2) == [8, 2]  # the latest place
+    assert Lookup([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2]).after(1) == [3]  # the longest end
+    assert Lookup([1, 2, 3]).after(4) == []
+    assert Lookup([]).after(4) == []
+    grown = Lookup([1, 2, 3, 4])
+    for token in (9, 1, 2):
+        grown.add([token])
+    assert grown.after(2) == [3, 4]
+    grown.add([5])
+    assert grown.after(2) == []
 
 
 def test_lookup_is_used_and_can_be_switched_off() -> None:
@@ -207,13 +212,14 @@ def test_lookup_is_used_and_can_be_switched_off() -> None:
 
 def test_costs_come_from_what_was_timed() -> None:
     pace = Pace()
-    assert pace.costs(0.7).draft == 0.7
+    assert pace.costs(0.7, 6).draft == 0.7
     assert 1.0 <= pace.costs(0.7).verify(4) < 1.1
     pace.saw("verify 1", 0.010)
-    pace.saw("draft", 0.006)
+    pace.saw("draft 6", 0.006)
     pace.saw("verify 5", 0.014)
-    costs = pace.costs(0.7)
+    costs = pace.costs(0.7, 6)
     assert costs.draft == pytest.approx(0.6)
+    assert pace.costs(0.7, 5).draft == 0.7
     assert costs.verify(5) == pytest.approx(1.4)
     assert costs.verify(3) == pytest.approx(1.2)
     assert costs.verify(1) == 1.0
@@ -222,13 +228,8 @@ def test_costs_come_from_what_was_timed() -> None:
 class Replay:
     """Stands in for a CUDA graph: runs the recorded pass."""
 
-    def __init__(self, decoder: Any, depth: int, size: int, bucket: int) -> None:
-        self.decoder, self.depth, self.size, self.bucket = decoder, depth, size, bucket
-
-    def replay(self) -> None:
-        self.decoder.go_to(self.depth)
-        with self.decoder._decoding_layout(self.bucket), self.decoder._shared_layers():
-            self.decoder._columns(self.size, self.bucket)
+    def __init__(self, run: Any) -> None:
+        self.replay = run
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -237,13 +238,17 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
     from depthdecay.lossless_graphs import LosslessGraphDecoder
 
     monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
-    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, *key: Replay(self, *key))
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, run: Replay(run))
     engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]))
     expected = [token_ids(engine, "full", prompts, 30, eos_token_id=None) for prompts in (PROMPTS[:1], PROMPTS)]
     engine.uses_graphs = True
     for prompts, tokens in zip((PROMPTS[:1], PROMPTS), expected, strict=True):
         for settings in ({}, {"lookup": False}):
-            assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None, **settings) == tokens
+            results = engine.generate(prompts, 30, mode="lossless", eos_token_id=None, **settings)
+            assert [result.token_ids for result in results] == tokens
+            assert all(len(result.draft_depths) == 30 for result in results)
+        assert engine._kept_lossless is not None
+        assert any(key[0] == "verify" for key in engine._kept_lossless.graphs) == (len(prompts) == 1)
         kept = engine._kept_lossless
         shorter = [prompt[1:] for prompt in prompts]
         engine.generate(shorter, 20, mode="lossless", eos_token_id=None)  # graphs and cache are used again
@@ -261,7 +266,7 @@ def test_confidence_ends_a_window() -> None:
 
     def doubtful(self: Drafter, sure: float) -> bool:
         told.append(sure)
-        return len(told) % 3 != 0
+        return len(told) % 3 != 0  # asked after every draft but the last that there may be
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "window", lambda self: 6)
@@ -271,3 +276,135 @@ def test_confidence_ends_a_window() -> None:
     # Three drafts, then doubt: four tokens a window.
     assert result.draft_depths[1:9] == [LAYERS - 1] * 3 + [None] + [LAYERS - 1] * 3 + [None]
     assert all(0 < sure <= 1 for sure in told)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts choose among few tokens, also in the tiny vocabularies of these models."""
+    for name, value in {"LEAST": 24, "SHARE": 1000, "SPARE": 8, "WORTH": 0.0}.items():
+        monkeypatch.setattr(f"depthdecay.short_head.{name}", value)
+
+
+@pytest.mark.usefixtures("short", "windows")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_from_a_few_tokens(architecture: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, run: Replay(run))
+    model = tiny_model(architecture)
+    forward = model.get_output_embeddings().forward
+    engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3]))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        expected = token_ids(engine, "full", prompts, 30, eos_token_id=None)
+        engine.uses_graphs = graphs
+        for _ in range(2):
+            assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None) == expected
+        engine.uses_graphs = False
+    assert engine._short_head is not None
+    assert engine._short_head.weight.shape[0] == 24 + 8
+    assert model.get_output_embeddings().forward == forward
+
+
+@pytest.mark.usefixtures("short")
+def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
+    from depthdecay.short_head import ShortHead
+    from depthdecay.stack import Stack
+
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = 90
+    head = ShortHead.of(Stack.of(model), torch.tensor([40, 41]))
+    assert head is not None
+    assert head.ids[: head.fixed].tolist() == [*range(24), 40, 41, 90]
+    head.start([1, 50, 60, 50])
+    assert head.ids[head.fixed : head.fixed + 2].tolist() == [50, 60]
+    head.add(range(60, 80))
+    assert head.ids[head.fixed :].tolist() == [50, 60, *range(61, 67)]  # as many as there is room for
+    assert torch.equal(head.weight, model.get_output_embeddings().weight[head.ids])
+    hidden = torch.randn(3, model.config.hidden_size)
+    with head.in_place():
+        assert torch.allclose(model.lm_head(hidden), (hidden @ model.lm_head.weight.T)[:, head.ids])
+    head.start([70])
+    assert head.ids[head.fixed] == 70
+    assert head.is_for(Stack.of(model))
+    assert not head.is_for(Stack.of(model.to(torch.bfloat16)))
+
+
+def test_small_vocabularies_are_drafted_from_whole() -> None:
+    engine = perfect_engine()
+    engine.generate([PROMPTS[0]], 4, mode="lossless")
+    assert engine._short_head is None
+
+
+def test_a_pass_that_cannot_be_captured_is_run_eagerly(windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first graph, or after some windows."""
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    for allowed in (0, 1, 2, 3):
+        engine = perfect_engine()
+        expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None)
+        count = iter(range(100))
+
+        def capture(self: Any, run: Any, count: Any = count, allowed: int = allowed) -> Replay:
+            if next(count) >= allowed:
+                raise RuntimeError("no capture")
+            return Replay(run)
+
+        monkeypatch.setattr(LosslessGraphDecoder, "_capture", capture)
+        engine.uses_graphs = True
+        with pytest.warns(UserWarning, match="eagerly: no capture"):
+            assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None) == expected
+
+
+def learn(drafting: Drafting, right: dict[int, float], tokens: int = 4000, seed: int = 0) -> dict[int, int]:
+    """Windows on a made-up text, whose drafts are right this often at each depth; how often each depth drafted."""
+    chance = torch.Generator().manual_seed(seed)
+    used = dict.fromkeys(right, 0)
+    position = 0
+    while position < tokens:
+        drafter = drafting.choose(position)
+        count = drafter.window()
+        draws = torch.rand(count, generator=chance) < right[drafter.depth]
+        accepted = int(draws.long().cumprod(0).sum()) if count else 0
+        drafter.saw(count, accepted)
+        used[drafter.depth] += count > 0
+        position += accepted + 1
+    return used
+
+
+def test_the_depth_with_the_best_rate_is_found() -> None:
+    shares = {12: 0.4, 16: 0.55, 20: 0.7}
+    for best, right in {
+        12: {12: 0.95, 16: 0.96, 20: 0.97},
+        16: {12: 0.5, 16: 0.95, 20: 0.96},
+        20: {12: 0.3, 16: 0.5, 20: 0.98},
+    }.items():
+        used = learn(Drafting(28, shares), right)
+        assert used[best] > 0.8 * sum(used.values())
+    hopeless = learn(Drafting(28, shares), {12: 0.05, 16: 0.1, 20: 0.1})
+    assert sum(hopeless.values()) < 40  # of 4000 tokens
+
+
+def test_a_drafter_knows_where_it_is_and_how_sure() -> None:
+    drafter = Drafter(StepCosts(0.4))
+    for _ in range(60):
+        drafter.position = 10
+        drafter.saw(4, 1, [0.99, 0.4, 0.4, 0.4])
+    drafter.position = 300
+    assert drafter.acceptance < 0.7  # a first guess from the place before
+    for _ in range(60):
+        drafter.saw(4, 4, [0.9] * 4)
+    assert drafter.acceptance > 0.95
+    assert drafter.likelihood(0.99) > 0.95
+    assert drafter.likelihood(0.4) < 0.2
+    drafter.position = 10
+    assert drafter.acceptance < 0.6
+
+
+def test_depths_to_draft_at() -> None:
+    from depthdecay.repairs import Repairs
+
+    plan = dd.Plan.constant(28, 17)
+    assert draft_depths(plan, Repairs()) == [17]
+    assert draft_depths(plan, Repairs({depth: () for depth in range(14, 28)})) == [14, 17, 20, 23]
+    assert draft_depths(plan, Repairs({17: ()})) == [17]

@@ -16,7 +16,7 @@ from .cache import PlannedCache, bucket_for
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
-from .lossless import LosslessDecoder, LosslessRun, Pace, drafting_plan
+from .lossless import LosslessDecoder, LosslessRun, drafting_for, drafting_plan
 from .lossless_graphs import LosslessGraphDecoder
 from .mailbox import Mailbox
 from .plan import Plan
@@ -24,9 +24,10 @@ from .plan_check import check_plan
 from .repairs import Repairs, repairs_for
 from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
+from .short_head import ShortHead
 from .stack import Stack, primary_device, require_eval
 from .text import TextStream
-from .windows import LONGEST
+from .windows import LONGEST, Drafting
 
 MODES = ("full", "decay", "lossless")
 
@@ -177,7 +178,8 @@ class Engine:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
         self.compiled = CompiledLayers() if compile and self.uses_graphs else None
         self._kept: _KeptDecoder | None = None
-        self._pace = Pace()
+        self._drafting: Drafting | None = None
+        self._short_head: ShortHead | None = None
         self._kept_lossless: LosslessGraphDecoder | None = None
         self.drafting_plan = plan or drafting_plan(self.stack.num_layers)
         self._lock = threading.Lock()
@@ -288,9 +290,10 @@ class Engine:
         plan, layers = self.drafting_plan, self.stack.num_layers
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
         rows = [_Row(result, self.tokenizer, request) for result in results]
-        with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens) as decoder:
+        drafting = self._prepared_drafting()
+        with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens, drafting) as decoder:
             sampler = self._sampler(request, prompt)
-            run = LosslessRun(decoder, prompt, request.prompts, sampler, pace=self._pace, lookup=request.lookup)
+            run = LosslessRun(decoder, prompt, request.prompts, sampler, drafting=drafting, lookup=request.lookup)
             for number, got in enumerate(run.windows(request.max_new_tokens)):
                 if number == 0:
                     prefill_seconds = time.perf_counter() - started
@@ -312,21 +315,40 @@ class Engine:
         if any(rest):
             yield rest
 
+    def _prepared_drafting(self) -> Drafting:
+        """What this engine has learnt about drafting, and the drafts' own output matrix."""
+        with self._lock:
+            if self._drafting is None or (self._short_head is not None and not self._short_head.is_for(self.stack)):
+                self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
+                self._kept_lossless = None
+                self._drafting = drafting_for(self.stack, self.drafting_plan, self.repairs, self._short_head)
+            return self._drafting
+
     @contextlib.contextmanager
-    def _borrowed_lossless_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Iterator[LosslessDecoder]:
+    def _borrowed_lossless_decoder(
+        self, plan: Plan, prompt: Prompt, new_tokens: int, drafting: Drafting
+    ) -> Iterator[LosslessDecoder]:
         """New on a CPU; on CUDA the kept one, with its graphs, where it fits and no other batch is using it."""
+        short = self._short_head
         if not self.uses_graphs:
-            yield LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST)
+            yield LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, short)
             return
         with self._lock:
             kept = self._kept_lossless
             if kept is None or kept.is_busy or not kept.fits(prompt, new_tokens):
                 if kept is not None and not kept.is_busy:
                     self._kept_lossless = None  # its memory is free before the next one takes more
-                longer = LosslessGraphDecoder(
-                    self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, self.compiled
+                kept = LosslessGraphDecoder(
+                    self.stack,
+                    plan,
+                    prompt,
+                    new_tokens,
+                    self.repairs,
+                    LONGEST,
+                    short,
+                    self.compiled,
+                    drafting.pace,
                 )
-                kept = longer
                 self._kept_lossless = self._kept_lossless or kept
             kept.is_busy = True
         try:

@@ -6,9 +6,12 @@ verification starts at the last token that is certain and writes all layers, so 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
@@ -18,37 +21,35 @@ from .decoding import EagerDecoder, Prompt
 from .plan import Plan
 from .repairs import Repairs
 from .sampling import Sampler, gumbel_noise
+from .short_head import ShortHead
 from .stack import Stack
-from .windows import Drafter, StepCosts, found_again
+from .windows import Drafter, Drafting, Lookup
 
-# What a further token in a verification costs until one has been timed: little, since reading weights is most of it.
-_UNTIMED = 0.02
+MOST_DEPTH = 0.85  # of the layers: deeper drafts cost nearly what they are to spare
 
 
-@dataclass
-class Pace:
-    """Seconds that passes took on this machine, as running means: what windows are chosen by."""
+class Chain(Protocol):
+    """Windows of one greedy row that the device goes through by itself: the host starts passes and reads what comes."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    chains: bool  # until a pass cannot be captured; then nothing below does anything
 
-    def saw(self, kind: str, seconds: float) -> None:
-        before = self.seconds.get(kind)
-        self.seconds[kind] = seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before)
+    def begin(self, first: torch.Tensor) -> None:
+        """The answer's first token is there."""
 
-    def costs(self, draft_share: float) -> StepCosts:
-        """In full-depth steps; what has not been timed yet is taken from the bytes that it reads."""
-        step = self.seconds.get("verify 1")
+    def offer(self, drafts: list[int]) -> None:
+        """Drafts that no pass made."""
 
-        def verify(tokens: int) -> float:
-            known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
-            if step is None or not known or tokens == 1:
-                return 1.0 + _UNTIMED * (tokens - 1)
-            nearest = min(known, key=lambda count: (abs(count - tokens), count))
-            slope = (self.seconds[f"verify {nearest}"] / step - 1) / (nearest - 1)
-            return max(1.0, 1.0 + slope * (tokens - 1))
+    def draft_one(self, depth: int, step: int) -> None:
+        """Start the pass that makes draft number `step` of this window."""
 
-        draft = self.seconds.get("draft")
-        return StepCosts(draft_share if draft is None or step is None else draft / step, verify)
+    def confidence(self, step: int) -> float:
+        """How sure that draft is; waits for it."""
+
+    def launch(self, width: int) -> None:
+        """Start the verification of so many drafts. The next window may be begun behind it."""
+
+    def collect(self) -> list[int]:
+        """Wait for the verification: the tokens that the window yields."""
 
 
 class LosslessDecoder(EagerDecoder):
@@ -58,13 +59,23 @@ class LosslessDecoder(EagerDecoder):
     then masks, windows and positions are those of a batch padded on the left, which every architecture knows.
     """
 
+    chains = False  # whether the device can go through windows by itself, as a `Chain`
+
     def __init__(
-        self, stack: Stack, plan: Plan, prompt: Prompt, new_tokens: int, repairs: Repairs, longest: int
+        self,
+        stack: Stack,
+        plan: Plan,
+        prompt: Prompt,
+        new_tokens: int,
+        repairs: Repairs,
+        longest: int,
+        short_head: ShortHead | None = None,
     ) -> None:
         self.room = self._room(prompt.length + new_tokens + longest + 1)
         cache = PlannedCache([self.room] * stack.num_layers, stack.windows)
         super().__init__(stack, plan, cache, new_tokens, repairs)
         self.longest = longest
+        self.short_head = short_head
         self.is_busy = False
         self.batch = prompt.ids.shape[0]
         self.mask = torch.ones((self.batch, self.room), dtype=torch.long, device=prompt.ids.device)
@@ -86,6 +97,8 @@ class LosslessDecoder(EagerDecoder):
         if prompt.mask is not None:
             self.mask[:, : prompt.length] = prompt.mask
         self.next_position = prompt.position_ids[:, -1:] + 1
+        if self.short_head is not None:
+            self.short_head.start(prompt.ids.flatten().tolist())
         return executed
 
     @property
@@ -99,26 +112,35 @@ class LosslessDecoder(EagerDecoder):
         indices: list[int],
         drafts: int,
         depth: int,
-        go_on: Callable[[float], bool] | None = None,
-    ) -> torch.Tensor:
+        go_on: Callable[[list[float]], bool] | None = None,
+    ) -> tuple[torch.Tensor, list[float]]:
         """Tokens (batch, at most drafts) that a pass at this depth would say after `last`, T_indices of each row.
 
-        Where `go_on` is given it is told how sure the window is so far (the least product of the picked tokens'
-        probabilities of all rows), and may end it.
+        Where `go_on` is given it is told the confidence of every draft so far (the least of all rows), and may end the
+        window; these confidences come with the tokens.
         """
         start, token = self.filled, last
         said: list[torch.Tensor] = []
-        sure = torch.ones(self.batch, device=last.device)
+        confidences: list[float] = []
+        short = self._short_head(sampler)
         for step in range(drafts):
-            logits = self._pass(token, self.next_position + step, depth)[:, -1]
-            token = sampler.pick(logits, [index + 1 + step for index in indices], said).unsqueeze(1)
+            logits = self._pass(token, self.next_position + step, depth, short=short)[:, -1]
+            if short is None:
+                picked = token = sampler.pick(logits, [index + 1 + step for index in indices], said).unsqueeze(1)
+            else:
+                picked = logits.argmax(-1, keepdim=True)
+                token = short.ids[picked]
             said.append(token)
-            if go_on is not None and step + 1 < drafts:
-                sure = sure * logits.float().softmax(-1).gather(1, token).squeeze(1)
-                if not go_on(float(sure.min())):
+            if go_on is not None:
+                confidences.append(float(logits.float().softmax(-1).gather(1, picked).min()))
+                if step + 1 < drafts and not go_on(confidences):
                     break
         self.cache.clock.filled = start  # drafts are taken back: the verification writes over them
-        return torch.cat(said, dim=1)
+        return torch.cat(said, dim=1), confidences
+
+    def _short_head(self, sampler: RowSampler) -> ShortHead | None:
+        """Other choices than the likeliest token look at all of them."""
+        return self.short_head if sampler.is_plain_greedy else None
 
     def verify(self, sampler: RowSampler, last: torch.Tensor, drafts: torch.Tensor, indices: list[int]) -> torch.Tensor:
         """What the full model says at every place of the window (batch, drafts + 1), given the drafts before it."""
@@ -166,11 +188,19 @@ class LosslessDecoder(EagerDecoder):
                     states.copy_(states.gather(0, index))
         self.mask.copy_(torch.where((columns < by).T, 0, self.mask.gather(1, source.T)))
 
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, depth: int, keep: int = 1) -> torch.Tensor:
+    def _pass(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        depth: int,
+        keep: int = 1,
+        short: ShortHead | None = None,
+    ) -> torch.Tensor:
         """The model's own forward over some new columns; logits of the last `keep` of them."""
         self.go_to(depth)
         end = self.filled + ids.shape[1]
-        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :end], self.cache, positions, keep)
+        with self.stack.exclusive(), contextlib.nullcontext() if short is None else short.in_place():
+            logits = self.stack.run(self.layer_pass, ids, self.mask[:, :end], self.cache, positions, keep)
         self.cache.clock.filled = end
         return logits
 
@@ -230,23 +260,18 @@ class LosslessRun:
         texts: list[list[int]],
         sampler: Sampler,
         *,
-        pace: Pace,
+        drafting: Drafting,
         lookup: bool = True,
     ) -> None:
         self.decoder = decoder
+        self.chain = cast(Chain, decoder)  # where it chains
         self.prompt = prompt
-        self.texts = [list(text) for text in texts]  # prompt and answer so far, by row
+        self.last = [text[-1] for text in texts]
         self.answered = [0] * len(texts)
         self.active = [True] * len(texts)
         self.sampler = RowSampler(sampler)
-        self.lookup = lookup
-        self.pace = pace
-        plan, longest = decoder.plan, decoder.longest
-        self.depth = plan.schedule.final_depth
-        costs = Costs(decoder.stack, plan, decoder.repairs)
-        self.draft_share = costs.at(self.depth) / costs.full()
-        self.shallow = Drafter(pace.costs(self.draft_share), longest=longest)
-        self.found = Drafter(StepCosts(0.0), prior=0.6, longest=longest)
+        self.before = Lookup(texts[0]) if lookup and len(texts) == 1 else None
+        self.drafting = drafting
         # The account, by row. What every token of the last window came from, by place.
         self.drafted, self.accepted, self.verifications, self.layer_passes = ([0] * len(texts) for _ in range(4))
         self._sources: list[list[int | None]] = [[None] for _ in texts]
@@ -260,82 +285,182 @@ class LosslessRun:
         decoder, self.new_tokens = self.decoder, new_tokens
         with torch.no_grad():
             decoder.prefill(self.prompt)
-            first = self.sampler.pick(decoder.logits, [0] * len(self.texts), [])
-        yield self._take([[token] for token in first.tolist()])
+            first = self.sampler.pick(decoder.logits, [0] * len(self.last), [])
+            got = self._take([[token] for token in first.tolist()])
+            window = None
+            if decoder.chains and self.sampler.is_plain_greedy:
+                self.chain.begin(first)
+                window = self._started()
+        yield got
         while any(self.active):
             with torch.no_grad():
-                got = self._window()
-            yield self._take(got)
+                # A chained window is begun before the last one's tokens are handed out: the device works meanwhile.
+                got = self._take(self._window() if window is None else self._ended(window))
+                window = self._started() if window is not None and decoder.chains and any(self.active) else None
+            yield got
 
     def _take(self, got: list[list[int]]) -> list[list[int]]:
         for row, tokens in enumerate(got):
             tokens = tokens[: self.new_tokens - self.answered[row]] if self.active[row] else []
             got[row] = tokens
-            self.texts[row] += tokens
+            if tokens:
+                self.last[row] = tokens[-1]
             self.answered[row] += len(tokens)
             self.sampler.record(row, tokens)
+            if self.before is not None:
+                self.before.add(tokens)
+            if self.decoder.short_head is not None:
+                self.decoder.short_head.add(tokens)
             if self.answered[row] >= self.new_tokens:
                 self.active[row] = False
         return got
 
-    def _window(self) -> list[list[int]]:
-        decoder, device = self.decoder, self.decoder.mask.device
-        last = torch.tensor([[text[-1]] for text in self.texts], device=device)
-        indices = [count - 1 for count in self.answered]
+    @property
+    def _position(self) -> int:
+        return max(count for count, on in zip(self.answered, self.active, strict=True) if on)
+
+    @property
+    def _most(self) -> int:
+        """Drafts that could still be of use."""
         left = max(self.new_tokens - count for count, on in zip(self.answered, self.active, strict=True) if on)
-        drafts, source = self._drafts(last, indices, min(left - 1, decoder.longest))
-        width = 0 if drafts is None else drafts.shape[1]
-        if drafts is None:
-            drafts = last[:, :0]
+        return min(left - 1, self.decoder.longest)
+
+    def _looked_up(self) -> list[int]:
+        """Drafts that cost no pass, where the text before has some and they pay."""
+        if self.before is None or self._most < 1:
+            return []
+        again = self.before.after(self._most)
+        return again[: self.drafting.found(self._position).window()] if again else []
+
+    def _window(self) -> list[list[int]]:
+        """A window in the common way: any number of rows, any sampling, any device."""
+        decoder, device = self.decoder, self.decoder.mask.device
+        last = torch.tensor([[token] for token in self.last], device=device)
+        indices = [count - 1 for count in self.answered]
+        again = self._looked_up()
+        source: Drafter | None = self.drafting.lookup if again else None
+        confidences: list[float] = []
+        drafts = torch.tensor([again], device=device, dtype=torch.long) if again else last[:, :0]
+        if not again and self._most > 0:
+            drafts, source, confidences = self._drafts(last, indices)
+        width = drafts.shape[1]
         started = time.perf_counter()
         said = decoder.verify(self.sampler, last, drafts, indices)
         rows = said.tolist()  # waits for the device, once a window
-        self.pace.saw(f"verify {width + 1}", time.perf_counter() - started)
+        if device.type == "cpu" or not width or again:  # else the drafts' own time is in it
+            self.drafting.pace.saw(f"verify {width + 1}", time.perf_counter() - started)
         right = (drafts == said[:, :width]).long().cumprod(1).sum(1).tolist() if width else [0] * len(rows)
         kept = [right[row] + 1 if self.active[row] else 1 for row in range(len(rows))]
         most = max(kept)
         kept = [kept[row] if self.active[row] else most for row in range(len(rows))]
         decoder.keep(kept, self.active, decoder.longest + 1)
-        self._learn(source, width, kept)
+        self._learn(source, width, kept, confidences)
         return [tokens[:count] for tokens, count in zip(rows, kept, strict=True)]
 
-    def _drafts(self, last: torch.Tensor, indices: list[int], most: int) -> tuple[torch.Tensor | None, Drafter | None]:
-        """Drafts of whichever source pays, lookup first: it costs no pass."""
-        if most < 1:
-            return None, None
-        if self.lookup and len(self.texts) == 1:
-            again = found_again(self.texts[0], most)
-            self.found.costs = StepCosts(0.0, self.pace.costs(self.draft_share).verify)
-            wanted = min(self.found.window(), len(again)) if again else 0
-            if wanted:
-                return torch.tensor([again[:wanted]], device=last.device), self.found
-        self.shallow.costs = self.pace.costs(self.draft_share)
-        count = min(self.shallow.window(), most)
+    def _drafts(self, last: torch.Tensor, indices: list[int]) -> tuple[torch.Tensor, Drafter | None, list[float]]:
+        drafter = self.drafting.choose(self._position)
+        count = min(drafter.window(), self._most)
         if count == 0:
-            return None, None
+            return last[:, :0], None, []
         on_cpu = last.device.type == "cpu"
-        go_on = self.shallow.goes_on if on_cpu and count > 1 else None
-        started = time.perf_counter()
-        # The draft's own confidence ends a window earlier or later than the average would.
-        limit = most if go_on is not None else count
-        drafts = self.decoder.draft(self.sampler, last, indices, limit, self.depth, go_on)
-        if on_cpu:
-            self.pace.saw("draft", (time.perf_counter() - started) / drafts.shape[1])
-        return drafts, self.shallow
 
-    def _learn(self, source: Drafter | None, width: int, kept: list[int]) -> None:
+        def go_on(confidences: list[float]) -> bool:
+            # The draft's own confidence ends a window earlier or later than the average would.
+            return count > 1 and drafter.goes_on(math.prod(map(drafter.likelihood, confidences)))
+
+        started = time.perf_counter()
+        limit = self._most if on_cpu and count > 1 else count
+        drafts, confidences = self.decoder.draft(
+            self.sampler, last, indices, limit, drafter.depth, go_on if on_cpu else None
+        )
+        if on_cpu:
+            self.drafting.pace.saw(f"draft {drafter.depth}", (time.perf_counter() - started) / drafts.shape[1])
+        return drafts, drafter, confidences
+
+    def _started(self) -> Chained:
+        """Begin a window that the device goes through by itself; nothing is waited for."""
+        chain = self.chain
+        again = self._looked_up()
+        if again:
+            chain.offer(again)
+            chain.launch(len(again))
+            return Chained(self.drafting.lookup, len(again), launched=True)
+        drafter = self.drafting.choose(self._position)
+        count = min(drafter.window(), self._most)
+        if count == 0:
+            chain.launch(0)
+            return Chained(None, 0, launched=True)
+        width = min(count, 2)
+        for step in range(width):
+            chain.draft_one(drafter.depth, step)
+        return Chained(drafter, width, limit=self._most if count > 1 else 1)
+
+    def _ended(self, window: Chained) -> list[list[int]]:
+        """Draft on while it pays, verify, and wait for the answer.
+
+        The confidence of a draft is read while the next one runs, so the device never waits for the host here; a window
+        that ends has one draft more than it wanted, which is verified all the same.
+        """
+        chain, drafter = self.chain, window.drafter
+        if not window.launched:
+            assert drafter is not None
+            sure = 1.0
+            for step in range(1, window.limit):
+                if step >= window.width:
+                    chain.draft_one(drafter.depth, step)
+                    window.width = step + 1
+                if not chain.chains:
+                    break
+                sure *= drafter.likelihood(chain.confidence(step - 1))
+                if not drafter.goes_on(sure * drafter.acceptance):
+                    break
+            chain.launch(window.width)
+        if not chain.chains:  # a graph could not be captured
+            return self._window()
+        tokens = chain.collect()
+        confidences = [chain.confidence(step) for step in range(window.width)] if not window.launched else []
+        self._learn(drafter, window.width, [len(tokens)], confidences)
+        return [tokens]
+
+    def _learn(self, source: Drafter | None, width: int, kept: list[int], confidences: Sequence[float]) -> None:
         """Rows share a window, so the shortest acceptance decides what longer windows would bring."""
         active = [row for row, on in enumerate(self.active) if on]
-        origin = None if source is None else 0 if source is self.found else self.depth
-        passes = self.decoder.stack.num_layers + (width * self.depth if source is self.shallow else 0)
+        passes = self.decoder.stack.num_layers + (0 if source is None else width * source.depth)
         for row in active:
             self.verifications[row] += 1
             self.layer_passes[row] += passes
             self.drafted[row] += width
             self.accepted[row] += kept[row] - 1
-            self._sources[row] = [origin] * (kept[row] - 1) + [None]
+            self._sources[row] = [None if source is None else source.depth] * (kept[row] - 1) + [None]
         if source is not None:
-            source.saw(width, min(kept[row] - 1 for row in active))
+            source.saw(width, min(kept[row] - 1 for row in active), confidences)
+
+
+@dataclass
+class Chained:
+    """A window on the device: who drafts, how many drafts have been started, and how many there may be."""
+
+    drafter: Drafter | None
+    width: int
+    limit: int = 0
+    launched: bool = False  # its verification is on the way
+
+
+def draft_depths(plan: Plan, repairs: Repairs) -> list[int]:
+    """Depths worth drafting at: of those that have maps a few, else the one that the plan ends at."""
+    layers = plan.num_layers
+    mapped = sorted(depth for depth in repairs.at_depth if depth <= MOST_DEPTH * layers)
+    if not mapped:
+        return [plan.schedule.final_depth]
+    return sorted({mapped[place * (len(mapped) - 1) // 3] for place in range(4)})
+
+
+def drafting_for(stack: Stack, plan: Plan, repairs: Repairs, short_head: ShortHead | None) -> Drafting:
+    """What an engine starts with: depths to draft at, and what a pass at each reads of a full one's bytes."""
+    costs = Costs(stack, plan, repairs)
+    spared = 0 if short_head is None else costs.head - short_head.nbytes
+    shares = {depth: (costs.at(depth) - spared) / costs.full() for depth in draft_depths(plan, repairs)}
+    return Drafting(stack.num_layers, shares)
 
 
 def drafting_plan(num_layers: int) -> Plan:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +14,12 @@ from .cache import bucket_for
 from .decoding import Prompt
 from .errors import one_line
 from .graphs import Capturer, CompiledLayers, OnDevice
-from .lossless import LosslessDecoder
+from .lossless import LosslessDecoder, RowSampler
 from .plan import Plan
 from .repairs import Repairs
+from .short_head import ShortHead
 from .stack import Stack
+from .windows import Pace
 
 # Numbers of tokens that passes are captured for; a shorter one is padded behind, where nobody looks.
 SIZES = (1, 2, 3, 5, 9, 17)
@@ -31,6 +35,38 @@ class Slot:
     logits: torch.Tensor | None = None  # (batch, size, vocabulary)
 
 
+class Window:
+    """A window of one row on the device: the last certain token, the drafts behind it, and where they stand.
+
+    Drafts and verifications read and advance it, so that passes follow each other without the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        longest = SIZES[-1]
+        self.ids = torch.zeros((1, longest + 1), dtype=torch.long, device=device)
+        self.drafted = torch.zeros(1, dtype=torch.long, device=device)
+        self.base = torch.zeros(1, dtype=torch.long, device=device)  # the column of the last certain token
+        self.offset = torch.zeros((1, 1), dtype=torch.long, device=device)  # from columns to positions
+        self.steps = torch.arange(longest, device=device)
+        self.confidences = torch.zeros(longest + 1, device=device)
+        self.answer = torch.zeros(longest + 1, dtype=torch.long, device=device)  # how many tokens stay, and all of them
+        # What the host reads. Copies to it are part of the graphs.
+        self.confidences_read = torch.zeros(longest + 1, pin_memory=on_cuda)
+        self.answer_read = torch.zeros(longest + 1, dtype=torch.long, pin_memory=on_cuda)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Any:
+        """Passes inside leave no trace; keys and values that they write will be written again."""
+        parts = (self.ids, self.drafted, self.base, self.confidences)
+        before = [part.clone() for part in parts]
+        try:
+            yield
+        finally:
+            for part, value in zip(parts, before, strict=True):
+                part.copy_(value)
+
+
 class LosslessGraphDecoder(OnDevice, LosslessDecoder):
     """The same windows as graphs. Where a model cannot be captured, passes run eagerly, and a warning says so."""
 
@@ -42,21 +78,41 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         new_tokens: int,
         repairs: Repairs,
         longest: int,
+        short_head: ShortHead | None,
         compiled: CompiledLayers | None,
+        pace: Pace,
     ) -> None:
-        super().__init__(stack, plan, prompt, new_tokens, repairs, longest)
+        super().__init__(stack, plan, prompt, new_tokens, repairs, longest, short_head)
         self.compiled = compiled
+        self.pace = pace
         self.capturer = Capturer()
         self.can_capture = True
-        self.graphs: dict[tuple[int, int, int], Any] = {}
+        self.graphs: dict[tuple[Any, ...], Any] = {}
         self.slots: dict[int, Slot] = {}
         self.start = torch.zeros(1, dtype=torch.long, device=prompt.ids.device)
         self.position = self.start
+        self.window = Window(prompt.ids.device)
+        self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
+        self._answered: torch.cuda.Event | None = None
+
+    @property
+    def chains(self) -> bool:  # type: ignore[override]
+        return self.can_capture and self.batch == 1
 
     def _room(self, columns: int) -> int:
         return bucket_for(columns + SIZES[-1])
 
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, depth: int, keep: int = 1) -> torch.Tensor:
+    def _short_head(self, sampler: RowSampler) -> None:
+        return None  # the slots' logits are of the whole vocabulary
+
+    def _pass(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        depth: int,
+        keep: int = 1,
+        short: ShortHead | None = None,
+    ) -> torch.Tensor:
         width = ids.shape[1]
         size = next((size for size in SIZES if size >= width), None)
         if size is None or not self.can_capture:
@@ -65,7 +121,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         slot.ids[:, :width].copy_(ids)
         slot.positions[:, :width].copy_(positions)
         self.start.fill_(self.filled)
-        graph = self._graph(depth, size, bucket_for(self.filled + size))
+        bucket = bucket_for(self.filled + size)
+        graph = self._graph(("pass", depth, size, bucket), depth, bucket, lambda: self._columns(size, bucket))
         if graph is None:
             return super()._pass(ids, positions, depth, keep)
         graph.replay()
@@ -80,31 +137,30 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
             self.slots[size] = Slot(zeros[0], zeros[1], torch.arange(size, device=device))
         return self.slots[size]
 
-    def _graph(self, depth: int, size: int, bucket: int) -> Any:
-        key = depth, size, bucket
-        if key not in self.graphs:
+    def _graph(self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None]) -> Any:
+        """The graph of a pass, captured when it is first needed; None where the model cannot be captured."""
+        if key not in self.graphs and self.can_capture:
+
+            def run() -> None:
+                self.go_to(depth)
+                with self._decoding_layout(bucket), self._shared_layers():
+                    body()
+
             with self.stack.exclusive():
                 try:
-                    self.graphs[key] = self._capture(*key)
+                    self.graphs[key] = self._capture(run)
                 except Exception as error:
                     reason = one_line(error)
                     if self.compiled is not None:
                         warnings.warn(f"layers could not be compiled and run as they are: {reason}", stacklevel=2)
                         self.compiled = None
-                        return self._graph(depth, size, bucket)
+                        return self._graph(key, depth, bucket, body)
                     warnings.warn(f"this model cannot run as CUDA graphs and runs eagerly: {reason}", stacklevel=2)
                     self.can_capture = False
-                    return None
-        return self.graphs[key]
+        return self.graphs.get(key)
 
-    def _capture(self, depth: int, size: int, bucket: int) -> Any:
-        self.go_to(depth)
-
-        def run() -> None:
-            self._columns(size, bucket)
-
-        with self._decoding_layout(bucket), self._shared_layers():
-            return self.capturer.capture(run, run)
+    def _capture(self, run: Callable[[], None]) -> Any:
+        return self.capturer.capture(run, run)
 
     def _columns(self, size: int, bucket: int) -> None:
         """A pass over the slot's tokens, written from the device's position on."""
@@ -115,3 +171,111 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         if slot.logits is None:
             slot.logits = torch.empty_like(logits)
         slot.logits.copy_(logits)
+
+    # As a Chain.
+
+    def begin(self, first: torch.Tensor) -> None:
+        window = self.window
+        window.ids[:, 0] = first
+        window.drafted.zero_()
+        window.base.fill_(self.filled)
+        window.offset.copy_(self.next_position - self.filled)
+        self._arrivals = []
+
+    def offer(self, drafts: list[int]) -> None:
+        self.window.ids[0, 1 : len(drafts) + 1] = torch.tensor(drafts, device=self.window.ids.device)
+        self.window.drafted.fill_(len(drafts))
+
+    def draft_one(self, depth: int, step: int) -> None:
+        bucket = bucket_for(self.filled + step + 1)
+        graph = self._chained(("draft", depth, bucket), depth, bucket, lambda: self._draft(bucket))
+        if graph is not None:
+            graph.replay()
+            self._arrivals[step:] = [self._now()]
+
+    def confidence(self, step: int) -> float:
+        arrival = self._arrivals[step]
+        if arrival is not None:
+            arrival.synchronize()
+        return float(self.window.confidences_read[step])
+
+    def launch(self, width: int) -> None:
+        size = next(size for size in SIZES if size > width)
+        bucket = bucket_for(self.filled + size)
+        layers = self.stack.num_layers
+        graph = self._chained(("verify", size, bucket), layers, bucket, lambda: self._verify(size, bucket))
+        if graph is not None:
+            graph.replay()
+            self._answered = self._now()
+
+    def collect(self) -> list[int]:
+        if self._answered is not None:
+            self._answered.synchronize()
+        kept, *said = self.window.answer_read.tolist()
+        self.cache.clock.filled += kept
+        self.next_position = self.next_position + kept
+        return said[:kept]
+
+    def _now(self) -> torch.cuda.Event | None:
+        if self.mask.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _chained(self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None]) -> Any:
+        if key not in self.graphs and self.can_capture:
+            with self.window.unchanged():
+                graph = self._graph(key, depth, bucket, body)
+                if graph is not None and self.mask.device.type == "cuda":
+                    self._time(f"{key[0]} {key[1]}", graph)
+        return self.graphs.get(key)
+
+    def _time(self, kind: str, graph: Any) -> None:
+        """How long a pass takes on this machine: windows are chosen by that."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        seconds = []
+        for _ in range(4):
+            with self.window.unchanged():
+                begin.record()
+                graph.replay()
+                end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1000)
+        self.pace.seconds[kind] = min(seconds)
+
+    def _draft(self, bucket: int) -> None:
+        """One draft behind the last one, and how sure it is."""
+        window, short = self.window, self.short_head
+        column = window.base + window.drafted
+        self.cache.on_device(column, bucket)
+        ids = window.ids.gather(1, window.drafted.unsqueeze(0))
+        with contextlib.nullcontext() if short is None else short.in_place():
+            logits = self.stack.run(
+                self.layer_pass, ids, self.mask[:, :bucket], self.cache, column.unsqueeze(0) + window.offset
+            )[:, -1].float()
+        highest, token = logits.max(-1)
+        if short is not None:
+            token = short.ids[token]
+        window.confidences.index_copy_(0, window.drafted, (highest - logits.logsumexp(-1)).exp())
+        window.drafted += 1
+        window.ids.scatter_(1, window.drafted.unsqueeze(0), token.unsqueeze(0))
+        window.confidences_read.copy_(window.confidences, non_blocking=True)
+
+    def _verify(self, size: int, bucket: int) -> None:
+        """The full model on the window; what it keeps moves the window on."""
+        window = self.window
+        columns = window.base + window.steps[:size]
+        self.cache.on_device(window.base, bucket, columns)
+        ids = window.ids[:, :size].clone()
+        positions = columns.unsqueeze(0) + window.offset
+        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :bucket], self.cache, positions, keep=size)
+        said = logits.argmax(-1)
+        right = (said[:, :-1] == ids[:, 1:]).long().cumprod(1).sum(1)
+        right = torch.minimum(right, window.drafted)  # behind the drafts lie older ones
+        window.ids[:, :1] = said.gather(1, right.unsqueeze(0))
+        window.answer[:1] = right + 1
+        window.answer[1 : size + 1] = said[0]
+        window.base += right + 1
+        window.drafted.zero_()
+        window.answer_read.copy_(window.answer, non_blocking=True)

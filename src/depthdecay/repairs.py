@@ -99,6 +99,7 @@ class Repairs:
     """The maps of every repaired depth. Depths may share a map where the layers before it are the same."""
 
     at_depth: Mapping[int, tuple[Repair, ...]] = field(default_factory=dict)
+    vocabulary: torch.Tensor | None = None  # tokens of the texts that the maps were fitted on
 
     def at(self, depth: int) -> dict[int, Repair]:
         """The maps of one depth, by the layer in whose place each runs."""
@@ -109,13 +110,14 @@ class Repairs:
         return sum(repair.numel for repair in self.at_depth.get(depth, ()))
 
     def only(self, depths: set[int]) -> Repairs:
-        return Repairs({depth: maps for depth, maps in self.at_depth.items() if depth in depths})
+        return Repairs({depth: maps for depth, maps in self.at_depth.items() if depth in depths}, self.vocabulary)
 
     def placed(self, examples: Sequence[torch.Tensor]) -> Repairs:
         """Every map on the device and in the precision of its layer's example."""
         every = {id(repair): repair for maps in self.at_depth.values() for repair in maps}
         moved = {key: r.to(examples[r.start].device, examples[r.start].dtype) for key, r in every.items()}
-        return Repairs({depth: tuple(moved[id(r)] for r in maps) for depth, maps in self.at_depth.items()})
+        at_depth = {depth: tuple(moved[id(r)] for r in maps) for depth, maps in self.at_depth.items()}
+        return Repairs(at_depth, self.vocabulary)
 
     def check(self, plan: Plan, hidden_size: int) -> None:
         """Refuse maps that do not belong to the plan's ladder or the model's width."""
@@ -149,6 +151,8 @@ class Repairs:
                     for name, part in zip(_PARTS, repair.parts, strict=False):
                         tensors[f"{numbers[id(repair)]}.{name}"] = _packed(part.detach().cpu().clone())
                 table[str(depth)].append([repair.start, repair.end, numbers[id(repair)]])
+        if self.vocabulary is not None:
+            tensors["vocabulary"] = self.vocabulary.to(torch.int32).cpu()
         draft = file.with_name(f".{file.name}.tmp")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +185,7 @@ class Repairs:
                         raise DepthDecayError(f"{file} holds numbers that are not finite")
                     maps.setdefault((start, end, number), Repair(start, end, *parts))
                 at_depth[int(depth)] = tuple(maps[tuple(entry)] for entry in entries)
-            return cls(at_depth)
+            return cls(at_depth, tensors.get("vocabulary"))
         except DepthDecayError:
             raise
         except FileNotFoundError:

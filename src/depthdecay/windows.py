@@ -1,18 +1,22 @@
-"""How long a window to draft: the expected gain, from costs that were measured and acceptance that was seen.
+"""How long a window to draft, and at which depth: the expected gain, from costs that were measured and acceptance seen.
 
 A full-depth step costs 1 and yields one token. A window of m drafts costs m draft steps and one verification of m + 1
 tokens; if each draft is right with probability p, independently, it yields 1 + p + p² + … + p^m tokens. So its rate is
 
     rate(m) = (1 - p^(m+1)) / (1 - p) / (m · draft + verify(m + 1))
 
-and the window with the highest rate is drafted, none where no rate is above 1. Where the draft's own confidence is
-read, it decides how long the window becomes: one more draft pays while the chance that it counts is above what its cost
-would bring elsewhere, `sure · p > rate · draft`.
+and the depth and the length with the highest rate are drafted, none where no rate is above 1. Drafts are not equally
+likely to be right, and the draft itself says how sure it is. How often drafts of that confidence were right is counted
+too; with the product of these shares as the chance that everything so far is right, one more draft pays while the
+chance that it counts is above what its cost would bring elsewhere: `sure · p > rate · draft`.
+
+Later tokens are easier, so acceptance is counted by the place in the answer as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST = 16
@@ -22,6 +26,17 @@ PAUSE = 16
 PRIOR_DRAFTS = 8.0
 # Old drafts count less: text changes its kind.
 MEMORY = 0.98
+# Where one range of confidence ends and the next begins, and how often drafts of each are right at first sight.
+CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
+FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
+# Places in the answer where acceptance is counted anew.
+PLACES = (64, 192)
+# Judged drafts after which a depth is known, and windows after which another one is tried again.
+ENOUGH, AGAIN = 24, 64
+# How the share of wrong drafts grows with the number of dropped layers, for depths that have not been tried.
+GROWTH = 1.5
+# What a further token in a verification costs until one has been timed: little, since reading weights is most of it.
+_UNTIMED = 0.02
 
 
 def expected_tokens(p: float, drafts: int) -> float:
@@ -41,6 +56,56 @@ class StepCosts:
             return 1.0
         return expected_tokens(p, drafts) / (drafts * self.draft + self.verify(drafts + 1))
 
+    def best(self, p: float, longest: int) -> int:
+        """The number of drafts with the highest rate."""
+        return max(range(longest + 1), key=lambda drafts: self.rate(p, drafts))
+
+
+@dataclass
+class Pace:
+    """Seconds that passes take on this machine, as running means: what windows are chosen by."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def saw(self, kind: str, seconds: float) -> None:
+        before = self.seconds.get(kind)
+        self.seconds[kind] = seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before)
+
+    def costs(self, share: float, depth: int = 0) -> StepCosts:
+        """In full-depth steps; what has not been timed yet is taken from the share of bytes that it reads."""
+        step = self.seconds.get("verify 1")
+
+        def verify(tokens: int) -> float:
+            known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
+            if step is None or not known or tokens == 1:
+                return 1.0 + _UNTIMED * (tokens - 1)
+            nearest = min(known, key=lambda count: (abs(count - tokens), count))
+            slope = (self.seconds[f"verify {nearest}"] / step - 1) / (nearest - 1)
+            return max(1.0, 1.0 + slope * (tokens - 1))
+
+        draft = self.seconds.get(f"draft {depth}")
+        return StepCosts(share if draft is None or step is None else draft / step, verify)
+
+
+@dataclass
+class Share:
+    """How many of some drafts were right, old ones counting less."""
+
+    right: float
+    seen: float = PRIOR_DRAFTS
+
+    @classmethod
+    def at_first(cls, value: float) -> Share:
+        return cls(value * PRIOR_DRAFTS)
+
+    @property
+    def value(self) -> float:
+        return min(self.right / self.seen, 0.998)
+
+    def saw(self, judged: int, right: int) -> None:
+        self.right = self.right * MEMORY**judged + right
+        self.seen = self.seen * MEMORY**judged + judged
+
 
 @dataclass
 class Drafter:
@@ -49,29 +114,45 @@ class Drafter:
     costs: StepCosts
     prior: float = 0.8  # how often a draft is right, before any was seen
     longest: int = LONGEST
-    drafted: int = 0
-    accepted: int = 0
-    windows: int = 0
-    _right: float = field(init=False)
-    _seen: float = field(default=PRIOR_DRAFTS, init=False)
+    depth: int = 0  # of its passes; 0 for drafts that cost none
+    position: int = 0  # in the answer, where the next window starts
+    judged: int = 0
+    _by_place: dict[int, Share] = field(default_factory=dict, init=False)
+    _by_confidence: list[Share] = field(init=False)
     _pause: int = field(default=0, init=False)
     _next_pause: int = field(default=PAUSE, init=False)
 
     def __post_init__(self) -> None:
-        self._right = self.prior * PRIOR_DRAFTS
+        self._by_confidence = [Share.at_first(value) for value in FIRST_SHARES]
 
     @property
     def acceptance(self) -> float:
         """The estimate that windows are chosen by."""
-        return min(self._right / self._seen, 0.995)
+        return self._here().value
+
+    def _here(self) -> Share:
+        place = bisect_right(PLACES, self.position)
+        if place not in self._by_place:  # what is known of the place before is a first guess
+            before = [known for known in self._by_place if known < place] or list(self._by_place)
+            value = self._by_place[max(before)].value if before else self.prior
+            self._by_place[place] = Share.at_first(value)
+        return self._by_place[place]
+
+    def likelihood(self, confidence: float) -> float:
+        """How often drafts of this confidence were right."""
+        return self._by_confidence[bisect_right(CONFIDENCES, confidence)].value
+
+    @property
+    def best_rate(self) -> float:
+        p = self.acceptance
+        return self.costs.rate(p, self.costs.best(p, self.longest))
 
     def window(self) -> int:
         """How many tokens to draft now. Where drafting does not pay it pauses, and then tries a short window again."""
         if self._pause > 0:
             self._pause -= 1
             return 0
-        rates = [self.costs.rate(self.acceptance, drafts) for drafts in range(self.longest + 1)]
-        best = max(range(len(rates)), key=lambda drafts: rates[drafts])
+        best = self.costs.best(self.acceptance, self.longest)
         if best > 0:
             return best
         self._pause = self._next_pause
@@ -84,31 +165,87 @@ class Drafter:
         It costs a draft step, in which the best window makes `rate · draft` tokens, and yields one token if everything
         before it and it itself is right.
         """
-        best = max(self.costs.rate(self.acceptance, drafts) for drafts in range(self.longest + 1))
-        return sure * self.acceptance > best * self.costs.draft
+        return sure * self.acceptance > self.best_rate * self.costs.draft
 
-    def saw(self, drafted: int, accepted: int) -> None:
+    def saw(self, drafted: int, accepted: int, confidences: Sequence[float] = ()) -> None:
         """A window's end: drafts behind the first wrong one say nothing about the drafter."""
         if drafted == 0:
             return
         judged = min(accepted + 1, drafted)
-        self._right = self._right * MEMORY**judged + accepted
-        self._seen = self._seen * MEMORY**judged + judged
-        self.windows += 1
-        self.drafted += drafted
-        self.accepted += accepted
+        self.judged += judged
+        self._here().saw(judged, accepted)
+        for place, confidence in enumerate(confidences[:judged]):
+            self._by_confidence[bisect_right(CONFIDENCES, confidence)].saw(1, int(place < accepted))
         if accepted == drafted:  # no loss was made, so the next try need not wait
             self._pause, self._next_pause = 0, PAUSE
 
 
-def found_again(text: list[int], longest: int, size: int = 3) -> list[int]:
+class Drafting:
+    """All that an engine knows about drafting: a drafter for every depth that may be drafted at, and lookup."""
+
+    def __init__(self, num_layers: int, shares: dict[int, float], pace: Pace | None = None) -> None:
+        """`shares`: the bytes that a draft step at each depth reads, of those of a full-depth step."""
+        self.num_layers = num_layers
+        self.pace = Pace() if pace is None else pace
+        self.shares = shares
+        self.by_depth = {depth: Drafter(StepCosts(share), depth=depth) for depth, share in shares.items()}
+        self.lookup = Drafter(StepCosts(0.0), prior=0.6)
+        self._windows = 0
+
+    def found(self, position: int) -> Drafter:
+        self.lookup.costs = StepCosts(0.0, self.pace.costs(1.0).verify)
+        self.lookup.position = position
+        return self.lookup
+
+    def choose(self, position: int) -> Drafter:
+        """The drafter with the highest rate; first those that might turn out to have it, and now and then another."""
+        for depth, drafter in self.by_depth.items():
+            drafter.position = position
+            drafter.costs = self.pace.costs(self.shares[depth], depth)
+        known = [drafter for drafter in self.by_depth.values() if drafter.judged >= ENOUGH]
+        if not known:  # one that has begun goes on, else the middle one is tried first
+            depths = sorted(self.by_depth)
+            begun = [drafter for drafter in self.by_depth.values() if drafter.judged > 0]
+            return begun[0] if begun else self.by_depth[depths[len(depths) // 2]]
+        best = max(known, key=lambda drafter: (drafter.best_rate, drafter.depth))
+        for drafter in self.by_depth.values():
+            if drafter not in known and self._guess(drafter, best) > best.best_rate:
+                return drafter
+        self._windows += 1
+        if self._windows % AGAIN == 0 and len(known) > 1 and best.best_rate > 1:
+            return min((drafter for drafter in known if drafter is not best), key=lambda drafter: drafter.judged)
+        return best
+
+    def _guess(self, drafter: Drafter, known: Drafter) -> float:
+        """The rate of a depth that was not tried enough, from a known one: more layers dropped, more drafts wrong."""
+        ratio = (self.num_layers - drafter.depth) / max(1, self.num_layers - known.depth)
+        p = min(max(1 - (1 - known.acceptance) * ratio**GROWTH, 0.0), 0.998)
+        return drafter.costs.rate(p, drafter.costs.best(p, drafter.longest))
+
+
+class Lookup:
     """What followed the last place where the text's end stood before: a draft for nothing (prompt lookup).
 
-    The longest end that is found decides, of at most `size` tokens and at least 2.
+    The longest end that is found decides, of at most `size` tokens and at least 2. Every end is kept with the place
+    behind it, so that a look costs the same however long the text is.
     """
-    for length in range(min(size, len(text) - 1), 1, -1):
-        end = text[-length:]
-        for start in range(len(text) - length - 1, -1, -1):
-            if text[start : start + length] == end:
-                return text[start + length : start + length + longest]
-    return []
+
+    def __init__(self, text: Iterable[int] = (), size: int = 3) -> None:
+        self.size = size
+        self.text: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}
+        self.add(text)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            place = len(self.text)  # an end is known once something follows it
+            for length in range(2, min(self.size, place) + 1):
+                self._behind[tuple(self.text[place - length :])] = place
+            self.text.append(token)
+
+    def after(self, longest: int) -> list[int]:
+        for length in range(min(self.size, len(self.text) - 1), 1, -1):
+            place = self._behind.get(tuple(self.text[-length:]))
+            if place is not None:
+                return self.text[place : place + longest]
+        return []

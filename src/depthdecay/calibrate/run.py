@@ -181,6 +181,8 @@ class Calibration:
         self.work = WorkFolder(folder, inputs)
         split = self._that_fit(split, device)
         texts = self._texts(split)
+        seen = {token for text in texts[: len(split.calibration)] for token in (*text.prompt, *text.tokens)}
+        self.vocabulary = torch.tensor(sorted(seen))
         self.settings = self._within_texts(texts)
         wanted = self.settings.fit_prompts + self.settings.select_prompts
         fit = max(4, self.settings.fit_prompts * len(split.calibration) // wanted)
@@ -422,7 +424,7 @@ class Calibration:
         fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
         maps = {depth: maps for depth, maps in constant.at_depth.items() if depth >= lowest} | dict(fitted.at_depth)
         ladder = Ladder(plan.num_layers, plan.ladder.drop_order[: plan.num_layers - lowest])
-        return replace(plan, ladder=ladder), Repairs(maps)
+        return replace(plan, ladder=ladder), Repairs(maps, self.vocabulary)
 
     def make(self, goal: Goal) -> Calibrated:
         """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
