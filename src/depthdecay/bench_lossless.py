@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from .decoding import Prompt
 from .devices import synchronize
 from .engine import Engine, Result
 from .errors import DepthDecayError, one_line
+from .lossless import LosslessDecoder
+from .lossless_graphs import LosslessGraphDecoder
 from .plan import Plan
 from .request import PLAIN_GREEDY
+from .windows import StepCosts
 
 PEERS = ("generate", "prompt-lookup", "assisted")
 
@@ -168,3 +172,118 @@ def _finish(row: LosslessRow, full: LosslessRow) -> None:
         row.passes_per_token = row._passes / row.tokens
         if row.speedup is not None:
             row.realised = row.speedup * row.passes_per_token
+
+
+VERIFIED = (2, 4, 8, 16)
+ACCEPTED = (0.7, 0.8, 0.9, 0.95)
+
+
+@dataclass
+class StepCostReport:
+    """What passes of lossless mode cost on a machine, in full-depth steps; from it follows the speed of any text."""
+
+    model: str
+    settings: dict[str, Any]
+    full_ms: float
+    drafts: dict[str, float]  # by depth
+    verifications: dict[str, float]  # by number of tokens
+    speedups: list[dict[str, float]]  # by depth and acceptance, with the window that is best there
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step_costs": asdict(self)}
+
+
+def run_step_costs(
+    model: Any,
+    name: str,
+    *,
+    prompt_tokens: int = 128,
+    compile_layers: bool = True,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda message: None,
+) -> StepCostReport:
+    """Time a draft step at a quarter, half and three quarters of the layers, and verifications of 2 to 16 tokens."""
+    on_cuda = torch.device(model.device).type == "cuda"
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    depths = sorted({max(1, layers * part // 4) for part in (1, 2, 3)})
+    plan = Plan.constant(layers, depths[0], core_head=1 if depths[0] > 1 else 0, core_tail=0)
+    engine = Engine(model, plan=plan, compile=compile_layers and on_cuda)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
+    prompt = Prompt.pad(ids.tolist(), 0, engine.device)
+    drafting = engine._prepared_drafting()
+    with torch.no_grad(), engine._borrowed_lossless_decoder(plan, prompt, 64, drafting) as decoder:
+        decoder.prefill(prompt)
+        progress("timing passes")
+        if isinstance(decoder, LosslessGraphDecoder):
+            seconds = _seconds_on_device(decoder, depths)
+        else:
+            seconds = _seconds_by_clock(decoder, depths, rounds)
+    full = seconds["verify 1"]
+    drafts = {depth: seconds[f"draft {depth}"] / full for depth in depths}
+    checks = {tokens: seconds[f"verify {tokens}"] / full for tokens in VERIFIED}
+    speedups = []
+    for depth, draft in drafts.items():
+        costs = StepCosts(draft, lambda tokens: _between({1: 1.0, **checks}, tokens))
+        for p in ACCEPTED:
+            window = costs.best(p, VERIFIED[-1] - 1)
+            speedups.append(
+                {"depth": depth, "acceptance": p, "drafts": window, "speedup": round(costs.rate(p, window), 3)}
+            )
+    settings = {
+        "layers": layers,
+        "prompt_tokens": prompt_tokens,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.device(model.device).type,
+        "short_head": engine._short_head is not None,
+    }
+    return StepCostReport(
+        name,
+        settings,
+        1000 * full,
+        {str(depth): round(cost, 4) for depth, cost in drafts.items()},
+        {str(tokens): round(cost, 4) for tokens, cost in checks.items()},
+        speedups,
+    )
+
+
+def _between(known: dict[int, float], tokens: int) -> float:
+    """What lies between two numbers of tokens that were timed."""
+    if tokens in known:
+        return known[tokens]
+    low = max(count for count in known if count < tokens)
+    high = min(count for count in known if count > tokens)
+    return known[low] + (known[high] - known[low]) * (tokens - low) / (high - low)
+
+
+def _seconds_on_device(decoder: LosslessGraphDecoder, depths: Sequence[int]) -> dict[str, float]:
+    """Graphs are timed where they are captured."""
+    decoder.begin(decoder.logits.argmax(-1))
+    for depth in depths:
+        decoder.draft_one(depth, 0)
+        decoder.begin(decoder.logits.argmax(-1))
+    for tokens in (1, *VERIFIED):
+        decoder.launch(tokens - 1)
+        decoder.begin(decoder.logits.argmax(-1))
+    if not decoder.chains:
+        raise DepthDecayError("this model cannot run as CUDA graphs; its passes were not timed")
+    return dict(decoder.pace.seconds)
+
+
+def _seconds_by_clock(decoder: LosslessDecoder, depths: Sequence[int], rounds: int) -> dict[str, float]:
+    """Rounds over all passes, the least of each: what else a machine does falls on all alike."""
+    layers, start = decoder.stack.num_layers, decoder.filled
+    passes = {f"draft {depth}": (depth, 1) for depth in depths}
+    passes |= {f"verify {tokens}": (layers, tokens) for tokens in (1, *VERIFIED)}
+    seconds: dict[str, float] = {}
+    for _ in range(rounds):
+        for kind, (depth, tokens) in passes.items():
+            ids = torch.zeros((1, tokens), dtype=torch.long, device=decoder.mask.device)
+            positions = decoder.next_position + torch.arange(tokens, device=ids.device)
+            short = decoder.short_head if kind.startswith("draft") else None
+            started = time.perf_counter()
+            decoder._pass(ids, positions, depth, keep=tokens, short=short)
+            synchronize(ids.device)
+            seconds[kind] = min(time.perf_counter() - started, seconds.get(kind, float("inf")))
+            decoder.cache.clock.filled = start
+    return seconds

@@ -22,7 +22,7 @@ from .stack import Stack
 from .windows import Pace
 
 # Numbers of tokens that passes are captured for; a shorter one is padded behind, where nobody looks.
-SIZES = (1, 2, 3, 5, 9, 17)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass

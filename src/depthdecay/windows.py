@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-LONGEST = 16
+LONGEST = 15  # drafts: with the token before them a verification of 16
 # After how many plain steps a stopped drafter is tried again, at first; it doubles with every vain try.
 PAUSE = 16
 # What an unknown drafter is trusted with, counted as this many drafts that were seen.

@@ -59,8 +59,13 @@ def bench(
 ) -> None:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
     if mode is not None or prompts is not None or assistant is not None:
+        if mode == "lossless" and shape is not None and prompts is None and model is None:
+            _bench_step_costs(shape, device, dtype, prompt_tokens, compile, json_file)
+            return
         if mode != "lossless" or prompts is None or shape is not None:
-            raise DepthDecayError("--mode lossless, --prompts and a --model go together; a shape has nothing to say")
+            raise DepthDecayError(
+                "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
+            )
         options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
         _bench_lossless(options, opt.PlanOptions(plan), prompts, limit, new_tokens, assistant, compile, json_file)
         return
@@ -176,6 +181,48 @@ _FIGURES: dict[str, Callable[[Row], str]] = {
     "memory GB": lambda row: _number(row.memory_gb, 1),
     "set-up s": lambda row: _number(row.setup_seconds, 1),
 }
+
+
+def _bench_step_costs(
+    shape: str, device: str | None, dtype: str | None, prompt_tokens: int, compile: bool, json_file: str | None
+) -> None:
+    """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
+    whole_number("--prompt-tokens", prompt_tokens, 1)
+    with working("preparing …") as say:
+        import torch
+
+        from depthdecay.bench import random_model
+        from depthdecay.bench_lossless import run_step_costs
+        from depthdecay.devices import choose_device, choose_dtype
+        from depthdecay.results import require_writable, write_result
+
+        if json_file is not None:
+            require_writable(json_file)
+        place = choose_device(device)
+        number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        say(f"making {shape} with random weights")
+        network = random_model(shape, place, number_type)
+        report = run_step_costs(network, shape, prompt_tokens=prompt_tokens, compile_layers=compile, progress=say)
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"[bold]{shape}[/], {report.settings['dtype']} on {report.settings['device']}", highlight=False)
+    checks = ", ".join(f"{cost:.3f} for {tokens}" for tokens, cost in report.verifications.items())
+    console.print(f"a full-depth step is 1; a verification costs {checks} tokens\n", highlight=False)
+    accepted = sorted({row["acceptance"] for row in report.speedups})
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("drafts at", "a draft costs", *(f"{p:.0%} right" for p in accepted)):
+        table.add_column(heading, justify="right")
+    for depth, cost in report.drafts.items():
+        speeds = [
+            f"{row['speedup']:.2f}x ({row['drafts']:.0f})" for row in report.speedups if str(row["depth"]) == depth
+        ]
+        table.add_row(f"{depth} layers", f"{cost:.3f}", *speeds)
+    console.print(table)
+    console.print("[dim]Speed for a share of right drafts, with the number of drafts a window that is best there.[/]")
+    if json_file is not None:
+        write_result(json_file, report.to_dict())
 
 
 def _bench_lossless(
