@@ -219,6 +219,17 @@ def wide_model() -> Any:
     return model.to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("count", [2, 5, 16])
+@pytest.mark.parametrize(("columns", "rows"), [(1536, [1536, 256, 256]), (8960, [1536]), (1536, [8960, 8960])])
+def test_few_rows_are_exact_up_to_rounding(columns: int, rows: list[int], count: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn((count, columns), device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn((n, columns), device="cuda", dtype=torch.bfloat16) for n in rows]
+    exact = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
+    got = torch.ops.depthdecay.few(x, weights, False).sum(0).double()
+    assert float((got - exact).norm() / exact.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_same_request_gives_the_same_bits(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = dd.Engine(wide_model(), plan=dd.Plan.for_speedup(LAYERS, 1.25, over_tokens=256), compile=compile)

@@ -142,6 +142,40 @@ def test_gemv_without_a_gpu_is_the_plain_product() -> None:
     torch.library.opcheck(gemv.gemv, (x, weights, False))
 
 
+def test_products_with_a_few_rows_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number: the first is compiled for itself, the second makes it a symbol."""
+    made: list[int] = []
+    replace = gemv._replace
+    monkeypatch.setattr(
+        gemv,
+        "_replace",
+        lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)),
+    )
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(256, 64, bias=True).bfloat16(), torch.nn.Linear(256, 32, bias=False).bfloat16()
+    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # no multiple of what a program reads
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first(x).relu(), second(x), odd(x)], dim=-1)
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        compiled = torch.compile(products, options=graphs.inductor_options(few=True))
+        for count in (3, 5, 16, 2):
+            x = torch.randn(1, count, 256).bfloat16()
+            assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
+    assert made == [2, 2]
+
+
+def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
+    x, weights = torch.randn(3, 1280), [torch.randn(64, 1280), torch.randn(32, 1280)]
+    expected = torch.cat([x @ w.t() for w in weights], dim=1)
+    got = torch.ops.depthdecay.few(x, weights, False)
+    assert got.shape == (10, 3, 96)  # few programs for so few rows, so that columns are split
+    assert torch.allclose(got.sum(0), expected)
+    torch.library.opcheck(gemv.few, (x, weights, False))
+
+
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)

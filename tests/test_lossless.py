@@ -406,5 +406,5 @@ def test_depths_to_draft_at() -> None:
 
     plan = dd.Plan.constant(28, 17)
     assert draft_depths(plan, Repairs()) == [17]
-    assert draft_depths(plan, Repairs({depth: () for depth in range(14, 28)})) == [14, 17, 20, 23]
+    assert draft_depths(plan, Repairs(dict.fromkeys(range(14, 28), ()))) == [14, 17, 20, 23]
     assert draft_depths(plan, Repairs({17: ()})) == [17]

@@ -1,12 +1,14 @@
-"""Matrix times one vector at the speed of memory: what a layer is made of when one sequence decodes.
+"""Matrix times one vector, or a few, at the speed of memory: what a layer is made of when one sequence decodes.
 
 cuBLAS reaches 63 to 94% of an H200's copy bandwidth on these shapes and one launch per matrix; the kernel here 80 to
-100%, with one launch for all matrices that read the same vector (query, key and value; gate and up). It is put into a
-compiled layer by rewriting the traced graph, so it serves every architecture and no modelling code is touched.
+100%, with one launch for all matrices that read the same vector (query, key and value; gate and up). A second kernel
+does the same for the few tokens of a verification. They are put into a compiled layer by rewriting the traced graph, so
+they serve every architecture and no modelling code is touched.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,11 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernel
 
 MOST_MATRICES = 4  # that one launch can serve
 BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
+
+MOST_ROWS = 16  # of a few: what one tensor-core tile holds
+# Of the kernel for a few rows: weight rows and columns a program reads at once, warps, and loads under way.
+FEW_ROWS, FEW_COLUMNS, FEW_WARPS, FEW_STAGES = (int(part) for part in os.environ.get("DD_FEW", "32,128,4,4").split(","))
+PROGRAMS = 264  # two for each of an H200's processors: fewer leave bandwidth unused, so columns are split among more
 
 if triton is not None:
 
@@ -73,6 +80,53 @@ if triton is not None:
             total += w.to(tl.float32) * x.to(tl.float32)
         tl.store(y_ptr + row, tl.sum(total, 0).to(y_ptr.dtype.element_ty))
 
+    @triton.jit
+    def _few_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        w0_ptr,
+        w1_ptr,
+        w2_ptr,
+        w3_ptr,
+        y_ptr,
+        end0,
+        end1,
+        end2,
+        rows,
+        count,
+        columns,
+        part,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS
+        w_ptr = w0_ptr + row * columns
+        if row >= end2:
+            w_ptr = w3_ptr + (row - end2) * columns
+        elif row >= end1:
+            w_ptr = w2_ptr + (row - end1) * columns
+        elif row >= end0:
+            w_ptr = w1_ptr + (row - end0) * columns
+        outputs = tl.arange(0, ROWS)
+        lanes = tl.arange(0, COLUMNS)
+        vectors = tl.arange(0, 16)
+        start = tl.program_id(1) * part
+        w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * columns + start + lanes[None, :]
+        x_ptrs = x_ptr + vectors[:, None] * columns + start + lanes[None, :]
+        inside = vectors[:, None] < count
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        total = tl.zeros((16, ROWS), dtype=tl.float32)
+        for _ in range(0, part, COLUMNS):
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=inside, other=0.0)
+            total = tl.dot(x, tl.trans(w), total)
+            w_ptrs += COLUMNS
+            x_ptrs += COLUMNS
+        y_ptrs = y_ptr + (tl.program_id(1) * count + vectors[:, None]).to(tl.int64) * rows + row + outputs[None, :]
+        tl.store(y_ptrs, total, mask=inside)
+
 
 @torch.library.custom_op("depthdecay::gemv", mutates_args=())
 def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
@@ -108,16 +162,69 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
     return x.new_empty((1, sum(weight.shape[0] for weight in weights)))
 
 
-class GemvPass(CustomGraphPass):
-    """Replaces matrix products with one row by `gemv`, those that share their input by one call."""
+def _parts(weights: Sequence[torch.Tensor]) -> int:
+    """Among how many programs the columns are split, so that there are enough of them."""
+    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    blocks = columns // FEW_COLUMNS
+    most = -(-PROGRAMS // max(rows // FEW_ROWS, 1))
+    return max(parts for parts in range(1, blocks + 1) if blocks % parts == 0 and parts <= max(most, 1))
 
-    def __init__(self, overlap: bool) -> None:
+
+@torch.library.custom_op("depthdecay::few", mutates_args=())
+def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
+    """At most 16 rows of x (count, columns) times the transpose of each weight, the results side by side.
+
+    In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way.
+    """
+    parts = _parts(weights)
+    rows = [weight.shape[0] for weight in weights]
+    count, columns = x.shape
+    if not x.is_cuda:
+        whole = torch.cat([x @ weight.t() for weight in weights], dim=1).float()
+        return torch.cat([whole.unsqueeze(0), whole.new_zeros((parts - 1, count, sum(rows)))])
+    x = x.contiguous()
+    y = torch.empty((parts, count, sum(rows)), dtype=torch.float32, device=x.device)
+    padded = list(weights) + [weights[0]] * (MOST_MATRICES - len(weights))
+    ends = [sum(rows[: i + 1]) for i in range(MOST_MATRICES - 1)]
+    _few_kernel[(sum(rows) // FEW_ROWS, parts)](
+        x,
+        *padded,
+        y,
+        *ends,
+        sum(rows),
+        count,
+        columns,
+        columns // parts,
+        ROWS=FEW_ROWS,
+        COLUMNS=FEW_COLUMNS,
+        PDL=overlap,
+        num_warps=FEW_WARPS,
+        num_stages=FEW_STAGES,
+        launch_pdl=overlap,
+    )
+    return y
+
+
+@few.register_fake
+def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
+    rows = sum(weight.shape[0] for weight in weights)
+    return x.new_empty((_parts(weights), x.shape[0], rows), dtype=torch.float32)
+
+
+class GemvPass(CustomGraphPass):
+    """Replaces matrix products with one row by `gemv`, those that share their input by one call.
+
+    With `few`, those with several rows are replaced too, by `few`: only for passes that never have more than 16.
+    """
+
+    def __init__(self, overlap: bool, few: bool = False) -> None:
         self.overlap = overlap
+        self.few = few
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            if _weight_of(node) is not None:
+            if _weight_of(node, self.few) is not None:
                 groups.setdefault(_source_of(_vector_of(node)), []).append(node)
         for products in groups.values():
             for start in range(0, len(products), MOST_MATRICES):
@@ -125,7 +232,9 @@ class GemvPass(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,), extra=str(self.overlap))
+        return get_hash_for_files(
+            (__file__,), extra=f"{self.overlap} {self.few} {FEW_ROWS} {FEW_COLUMNS} {FEW_WARPS} {FEW_STAGES}"
+        )
 
 
 def _vector_of(node: fx.Node) -> fx.Node:
@@ -142,8 +251,8 @@ def _source_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _weight_of(node: fx.Node) -> fx.Node | None:
-    """The (rows, columns) matrix of a product that `gemv` can do, else None."""
+def _weight_of(node: fx.Node, few: bool = True) -> fx.Node | None:
+    """The (rows, columns) matrix of a product that `gemv`, or where asked for `few`, can do; else None."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return None
     if node.target is torch.ops.aten.addmm.default and node.kwargs:
@@ -157,18 +266,37 @@ def _weight_of(node: fx.Node) -> fx.Node | None:
     value, vector = weight.meta["val"], _vector_of(node).meta["val"]
     is_transpose = list(transposed.args[1]) == [1, 0]  # type: ignore[arg-type]
     half = value.dtype in (torch.bfloat16, torch.float16) and vector.dtype == value.dtype
-    one_row = vector.dim() == 2 and vector.shape[0] == 1
-    return weight if is_transpose and half and one_row and value.is_contiguous() else None
+    if not (is_transpose and half and vector.dim() == 2 and value.is_contiguous()):
+        return None
+    if _is_one(vector):
+        return weight
+    even = value.shape[0] % FEW_ROWS == 0 and value.shape[1] % FEW_COLUMNS == 0
+    # A number of rows that is a symbol stands for the sizes of verifications, which are few.
+    fits = isinstance(vector.shape[0], torch.SymInt) or vector.shape[0] <= MOST_ROWS
+    return weight if few and even and fits else None
+
+
+def _is_one(vector: torch.Tensor) -> bool:
+    return not isinstance(vector.shape[0], torch.SymInt) and vector.shape[0] == 1
 
 
 def _replace(graph: fx.Graph, products: list[fx.Node], overlap: bool) -> None:
     vector = _vector_of(products[0])
     weights = [weight for weight in map(_weight_of, products) if weight is not None]
     with graph.inserting_before(products[0]):
-        joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, overlap))
         rows = [weight.meta["val"].shape[0] for weight in weights]
         x = vector.meta["val"]
-        joined.meta["val"] = x.new_empty((1, sum(rows)))
+        if _is_one(x):
+            joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, overlap))
+            joined.meta["val"] = x.new_empty((1, sum(rows)))
+        else:
+            parts = graph.call_function(torch.ops.depthdecay.few.default, (vector, weights, overlap))
+            shape = (_parts([weight.meta["val"] for weight in weights]), x.shape[0], sum(rows))
+            parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
+            summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))
+            summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)
+            joined = graph.call_function(torch.ops.prims.convert_element_type.default, (summed, x.dtype))
+            joined.meta["val"] = x.new_empty(shape[1:])
         start = 0
         for product, width in zip(products, rows, strict=True):
             part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))

@@ -25,19 +25,19 @@ class _Graph:
     layers_executed: int
 
 
-def inductor_options() -> dict[str, Any]:
-    """How layers are compiled: our own kernel for products with one row, and kernels that overlap their ends."""
+def inductor_options(few: bool = False) -> dict[str, Any]:
+    """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
     from .gemv import GemvPass
 
     overlap = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"post_grad_custom_pre_pass": GemvPass(overlap), "triton.enable_pdl": overlap}
+    return {"post_grad_custom_pre_pass": GemvPass(overlap, few), "triton.enable_pdl": overlap}
 
 
 @dataclass
 class CompiledLayers:
     """One torch.compile per kind of layer, shared by all layers of the kind: weights and cache are inputs."""
 
-    kinds: dict[tuple[type, int | None], Any] = field(default_factory=dict)
+    kinds: dict[tuple[type, int | None, bool], Any] = field(default_factory=dict)
     _repaired: Any = None
 
     def repair(self, repair: Any) -> Any:
@@ -46,13 +46,14 @@ class CompiledLayers:
             self._repaired = torch.compile(repaired, options=inductor_options())
         return lambda hidden: self._repaired(hidden, *repair.parts)
 
-    def runner(self, stack: Stack, cache: PlannedCache) -> Any:
+    def runner(self, stack: Stack, cache: PlannedCache, few: bool = False) -> Any:
+        """Runs a layer compiled; `few` where passes have more than one row and never more than 16."""
         views = [OneLayer(layer) for layer in cache.planned]
 
         def run_layer(index: int, layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            kind = (type(layer), stack.windows[index])
+            kind = (type(layer), stack.windows[index], few)
             if kind not in self.kinds:
-                self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options())
+                self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options(few))
             # Architectures name the argument differently. A layer that got the whole cache would use layer 0's.
             if sum(value is cache for value in (*args, *kwargs.values())) != 1:
                 raise RuntimeError(f"{type(layer).__name__} does not take the cache as one argument")
@@ -121,7 +122,7 @@ class OnDevice:
             self.cache.on_device(None)
 
     @contextlib.contextmanager
-    def _shared_layers(self) -> Iterator[None]:
+    def _shared_layers(self, few: bool = False) -> Iterator[None]:
         """Compiled layers, where asked for: one index for all of them, so that one compilation serves all."""
         if self.compiled is None:
             yield
@@ -134,7 +135,7 @@ class OnDevice:
             # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
             undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
             plain = self.layer_pass.repairs
-            self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache)
+            self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache, few)
             self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
             try:
                 yield

@@ -67,6 +67,13 @@ class Window:
                 part.copy_(value)
 
 
+def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest token of each row, and its probability."""
+    scores = logits.float()
+    highest, token = scores.max(-1)
+    return token, (highest - scores.logsumexp(-1)).exp()
+
+
 class LosslessGraphDecoder(OnDevice, LosslessDecoder):
     """The same windows as graphs. Where a model cannot be captured, passes run eagerly, and a warning says so."""
 
@@ -94,6 +101,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self.window = Window(prompt.ids.device)
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._answered: torch.cuda.Event | None = None
+        self._likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = likeliest
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
@@ -122,7 +130,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         slot.positions[:, :width].copy_(positions)
         self.start.fill_(self.filled)
         bucket = bucket_for(self.filled + size)
-        graph = self._graph(("pass", depth, size, bucket), depth, bucket, lambda: self._columns(size, bucket))
+        few = 1 < size * self.batch <= SIZES[-1]
+        graph = self._graph(("pass", depth, size, bucket), depth, bucket, lambda: self._columns(size, bucket), few)
         if graph is None:
             return super()._pass(ids, positions, depth, keep)
         graph.replay()
@@ -137,13 +146,13 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
             self.slots[size] = Slot(zeros[0], zeros[1], torch.arange(size, device=device))
         return self.slots[size]
 
-    def _graph(self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None]) -> Any:
+    def _graph(self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None], few: bool) -> Any:
         """The graph of a pass, captured when it is first needed; None where the model cannot be captured."""
         if key not in self.graphs and self.can_capture:
 
             def run() -> None:
                 self.go_to(depth)
-                with self._decoding_layout(bucket), self._shared_layers():
+                with self._decoding_layout(bucket), self._shared_layers(few):
                     body()
 
             with self.stack.exclusive():
@@ -154,7 +163,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
                     if self.compiled is not None:
                         warnings.warn(f"layers could not be compiled and run as they are: {reason}", stacklevel=2)
                         self.compiled = None
-                        return self._graph(key, depth, bucket, body)
+                        return self._graph(key, depth, bucket, body, few)
                     warnings.warn(f"this model cannot run as CUDA graphs and runs eagerly: {reason}", stacklevel=2)
                     self.can_capture = False
         return self.graphs.get(key)
@@ -203,7 +212,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         size = next(size for size in SIZES if size > width)
         bucket = bucket_for(self.filled + size)
         layers = self.stack.num_layers
-        graph = self._chained(("verify", size, bucket), layers, bucket, lambda: self._verify(size, bucket))
+        graph = self._chained(("verify", size, bucket), layers, bucket, lambda: self._verify(size, bucket), size > 1)
         if graph is not None:
             graph.replay()
             self._answered = self._now()
@@ -223,10 +232,12 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         event.record()
         return event
 
-    def _chained(self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None]) -> Any:
+    def _chained(
+        self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None], few: bool = False
+    ) -> Any:
         if key not in self.graphs and self.can_capture:
             with self.window.unchanged():
-                graph = self._graph(key, depth, bucket, body)
+                graph = self._graph(key, depth, bucket, body, few)
                 if graph is not None and self.mask.device.type == "cuda":
                     self._time(f"{key[0]} {key[1]}", graph)
         return self.graphs.get(key)
@@ -253,11 +264,13 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         with contextlib.nullcontext() if short is None else short.in_place():
             logits = self.stack.run(
                 self.layer_pass, ids, self.mask[:, :bucket], self.cache, column.unsqueeze(0) + window.offset
-            )[:, -1].float()
-        highest, token = logits.max(-1)
+            )[:, -1]
+        if self.compiled is not None and self._likeliest is likeliest:
+            self._likeliest = torch.compile(likeliest)
+        token, confidence = self._likeliest(logits)
         if short is not None:
             token = short.ids[token]
-        window.confidences.index_copy_(0, window.drafted, (highest - logits.logsumexp(-1)).exp())
+        window.confidences.index_copy_(0, window.drafted, confidence)
         window.drafted += 1
         window.ids.scatter_(1, window.drafted.unsqueeze(0), token.unsqueeze(0))
         window.confidences_read.copy_(window.confidences, non_blocking=True)
