@@ -48,3 +48,15 @@ def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
     assert "--assistant" in str(report.lossless_rows[-1].error)
     with pytest.raises(DepthDecayError, match="unknown method"):
         run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["magic"])
+
+
+def test_slow_peers_run_on_some_prompts_only() -> None:
+    model = tiny_model("llama")
+    plans = {"one": dd.Plan.constant(LAYERS, 6), "two": dd.Plan.constant(LAYERS, 5)}
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, plans, new_tokens=6, peers=["generate"], compared=1)
+    prompts = {row.method: row.prompts for row in report.lossless_rows}
+    assert (
+        prompts.pop("full") == prompts.pop("lossless, two") == prompts.pop("lossless, two and lookup") == len(PROMPTS)
+    )
+    assert set(prompts.values()) == {1}
+    assert all(row.speedup is not None for row in report.lossless_rows)

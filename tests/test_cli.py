@@ -498,8 +498,19 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert "lossless, guessed layers" in result.stdout
     rows = json.loads(file.read_text())["lossless_rows"]
     assert all(row["answers_that_differ"] == 0 for row in rows)
-    assert "go together" in refused("bench", "--mode", "lossless", "--shape", "tiny")
-    assert "go together" in refused("bench", "--prompts", prompts_file)
+    assert "goes with --prompts" in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
+    assert "goes with --prompts" in refused("bench", "--prompts", prompts_file)
+    assert "--compared is 0" in refused(*arguments, "--compared", "0")
+
+
+def test_the_passes_of_a_shape_are_timed(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    result = run("bench", "--mode", "lossless", "--shape", "tiny", "--device", "cpu", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    costs = json.loads(file.read_text())["step_costs"]
+    assert list(costs["verifications"]) == ["2", "4", "8", "16"]
+    assert all(row["speedup"] >= 1 for row in costs["speedups"])
+    assert {row["acceptance"] for row in costs["speedups"]} == {0.7, 0.8, 0.9, 0.95}
 
 
 def test_a_budget_that_no_plan_keeps_saves_nothing(tiny: str, prompts_file: str, tmp_path: Path) -> None:

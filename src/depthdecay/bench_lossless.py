@@ -27,6 +27,7 @@ class LosslessRow:
     """One way to decode over all prompts. Seconds are of decoding; transformers' include the prompt's pass."""
 
     method: str
+    prompts: int = 0
     tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float | None = None
@@ -66,11 +67,13 @@ def run_lossless_bench(
     peers: Sequence[str] = PEERS[:2],
     assistant: Any = None,
     compile_layers: bool = True,
+    compared: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> LosslessReport:
     """Every prompt by every method in turns: what a machine does meanwhile falls on all of them alike.
 
-    Plans are drafters by label; each runs with and without lookup in the text before.
+    Plans are drafters by label; each runs with and without lookup in the text before. Full depth and the last drafter
+    run on all prompts, all others, some of which are far slower, on the first `compared`.
     """
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
@@ -91,6 +94,9 @@ def run_lossless_bench(
             model, tokenizer, ids, new_tokens, p, assistant
         )
     rows = {method: LosslessRow(method) for method in ways}
+    best = f"lossless, {next(reversed(plans), None)}"
+    main = (best, f"{best} and lookup")
+    full_alone = LosslessRow("full")  # on the prompts that all methods share
     for method, way in ways.items():
         progress(f"warming up {method}")
         try:
@@ -101,15 +107,20 @@ def run_lossless_bench(
         expected: list[int] = []
         for method, way in ways.items():
             row = rows[method]
-            if row.error is not None:
+            is_main = method == "full" or method in main
+            if row.error is not None or (compared is not None and number >= compared and not is_main):
                 continue
             progress(f"prompt {number + 1} of {len(prompts)}: {method}")
             tokens, seconds, result = way(list(prompt))
             if method == "full":
                 expected = tokens
             _add(row, tokens, seconds, result, expected)
-    for row in rows.values():
-        _finish(row, rows["full"])
+            if method == "full" and (compared is None or number < compared):
+                _add(full_alone, tokens, seconds, result, expected)
+    _finish(full_alone, full_alone)
+    for method, row in rows.items():
+        row.prompts = len(prompts) if compared is None or method == "full" or method in main else compared
+        _finish(row, rows["full"] if row.prompts == len(prompts) else full_alone)
     settings = {
         "prompts": len(prompts),
         "new_tokens": new_tokens,

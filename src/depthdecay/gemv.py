@@ -27,9 +27,11 @@ MOST_MATRICES = 4  # that one launch can serve
 BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
 
 MOST_ROWS = 16  # of a few: what one tensor-core tile holds
-# Of the kernel for a few rows: weight rows and columns a program reads at once, warps, and loads under way.
-FEW_ROWS, FEW_COLUMNS, FEW_WARPS, FEW_STAGES = (int(part) for part in os.environ.get("DD_FEW", "32,128,4,4").split(","))
-PROGRAMS = 264  # two for each of an H200's processors: fewer leave bandwidth unused, so columns are split among more
+# Of the kernel for a few rows: weight rows and columns a program reads at once, warps, loads under way, and programs
+# below which columns are split among more (fewer leave bandwidth unused).
+FEW_ROWS, FEW_COLUMNS, FEW_WARPS, FEW_STAGES, PROGRAMS = (
+    int(part) for part in os.environ.get("DD_FEW", "32,128,4,4,264").split(",")
+)
 
 if triton is not None:
 

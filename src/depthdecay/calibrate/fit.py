@@ -22,7 +22,6 @@ class FitSettings:
     rank: int = 256
     neurons: int = 0  # of each dropped layer's own MLP that are kept, where its kind is known
     ridge: float = 0.003  # a share of the mean variance
-    certain: float = 1.0  # what a token that the full model is sure of counts; 1: all tokens alike
 
 
 @dataclass(frozen=True)
@@ -60,35 +59,28 @@ class Moments:
         self.neurons = neurons
         self.hidden = hidden
         features = hidden + (0 if neurons is None else neurons.gate.shape[0])
-        self.count = 0.0
+        self.count = 0
         self.x = torch.zeros(features, device=device)
         self.y = torch.zeros(hidden, device=device)
         self.xx = torch.zeros((features, features), device=device)
         self.xy = torch.zeros((features, hidden), device=device)
 
-    def add(self, state: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """States before a run and the full model's behind it, one row a token, and how much each counts."""
+    def add(self, state: torch.Tensor, target: torch.Tensor) -> None:
+        """States before a run and the full model's behind it, one row a token."""
         normal = normalised(state)
         x = normal.float()
         if self.neurons is not None:
             x = torch.cat([x, self.neurons(normal).float()], dim=-1)
         y = target.float() - state.float()
-        if weights is not None:  # their roots on both sides: sums of weighted squares
-            root = weights.float().sqrt().unsqueeze(-1)
-            self.count += float(weights.sum())
-            self.x += (weights.unsqueeze(-1) * x).sum(0)
-            self.y += (weights.unsqueeze(-1) * y).sum(0)
-            x, y = root * x, root * y
-        else:
-            self.count += x.shape[0]
-            self.x += x.sum(0)
-            self.y += y.sum(0)
+        self.count += x.shape[0]
+        self.x += x.sum(0)
+        self.y += y.sum(0)
         self.xx += x.T @ x
         self.xy += x.T @ y
 
     def solve(self, start: int, end: int, settings: FitSettings, prior: Repair | None = None) -> Repair:
         """The map: its linear part is the best of its rank for the outputs that the whole map would give."""
-        count = max(self.count, 1e-6)
+        count = max(self.count, 1)
         mean_x, mean_y = self.x.double() / count, self.y.double() / count
         covariance = self.xx.double() / count - torch.outer(mean_x, mean_x)
         crossing = self.xy.double() / count - torch.outer(mean_x, mean_y)
@@ -194,9 +186,7 @@ class Trace:
         )
         moments = Moments(states[0].shape[-1], states[0].device, known)
         for batch, state in zip(batches, states, strict=True):
-            weights = self.recording.weights(batch, settings.certain)
-            valid = batch.valid
-            moments.add(state[valid], batch.states[end][valid], None if weights is None else weights[valid])
+            moments.add(state[batch.valid], batch.states[end][batch.valid])
         return stored(moments.solve(layer, end, settings), states[0])
 
 
@@ -255,7 +245,5 @@ def _fit_part(
     moments = Moments(states[0].shape[-1], states[0].device, known)
     for batch, state in zip(recording.batches, states, strict=True):
         valid = batch.valid[:, part]
-        weights = recording.weights(batch, settings.certain)
-        chosen = None if weights is None else weights[:, part][valid]
-        moments.add(state[:, part][valid], batch.states[behind][:, part][valid], chosen)
+        moments.add(state[:, part][valid], batch.states[behind][:, part][valid])
     return stored(moments.solve(layer, behind, settings, prior), states[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class Batch:
     valid: torch.Tensor  # (rows, columns): within the text, before padding
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # each layer's arguments besides the state
     states: list[torch.Tensor]  # the full model's: before layer 0, …, behind the last (rows, columns, hidden)
-    doubt: torch.Tensor | None = None  # (rows, columns): how unsure the full model is of the next token, 0 to 1
 
 
 class Recording:
@@ -68,29 +66,6 @@ class Recording:
     @property
     def prompts(self) -> int:
         return sum(batch.inputs.shape[0] for batch in self.batches)
-
-    def weights(self, batch: Batch, certain: float) -> torch.Tensor | None:
-        """How much each token counts in a fit: those that the full model is sure of this much, others by its doubt.
-
-        What an error in a state does to the distribution grows with 1 - Σp², the trace of the softmax's Fisher matrix;
-        where one token is certain, the error changes nothing. Sure tokens still count: later ones attend to them.
-        """
-        if certain >= 1:
-            return None
-        return certain + (1 - certain) * self._doubt(batch) / self._mean_doubt
-
-    def _doubt(self, batch: Batch) -> torch.Tensor:
-        if batch.doubt is None:
-            parts = [
-                1 - logits.float().softmax(-1).pow(2).sum(-1) for _, logits in self.logits(batch, batch.states[-1])
-            ]
-            batch.doubt = torch.cat(parts)
-        return batch.doubt
-
-    @cached_property
-    def _mean_doubt(self) -> float:
-        total = sum(float(self._doubt(batch)[batch.valid].sum()) for batch in self.batches)
-        return max(total / max(self.tokens, 1), 1e-6)
 
     @torch.no_grad()
     def run_layer(self, batch: Batch, index: int, state: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,9 @@ class Settings:
     maps: tuple[FitSettings, ...] = (
         FitSettings(256),
         FitSettings(256, 256),
-        FitSettings(512, 512),
         FitSettings(512, 1024),
-        FitSettings(512, 1536),
     )
     ridges: tuple[float, ...] = (0.01,)
-    certain: tuple[float, ...] = ()  # weights of sure tokens to choose from, besides 1
     warmups: tuple[float, ...] = (0.05, 0.15)  # shares of the horizon, besides none
 
     def share_for(self, speedup: float) -> float:
@@ -120,7 +117,6 @@ class Settings:
             minutes=3.0,
             maps=(FitSettings(64, 64, 0.03),),
             ridges=(),
-            certain=(),
             warmups=(0.15,),
         )
 
@@ -397,12 +393,10 @@ class Calibration:
                     return
             best[settings] = kl
             tried.append({**asdict(settings), "kl": kl})
-            self.say(f"  KL {kl:.5f} with {_in_words(settings)}")
+            self.say(f"  KL {kl:.5f} with rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}")
 
         for settings in self.settings.maps:
             attempt(settings)
-        for certain in self.settings.certain:
-            attempt(replace(min(best, key=lambda size: best[size]), certain=certain))
         for ridge in self.settings.ridges:
             attempt(replace(min(best, key=lambda size: best[size]), ridge=ridge))
         self._size = min(best, key=lambda size: best[size])
@@ -512,7 +506,6 @@ class Calibration:
                 "rank": settings.rank,
                 "neurons a layer": settings.neurons,
                 "ridge": settings.ridge,
-                "weight of sure tokens": settings.certain,
                 "least layers": shape.floor,
                 "warm-up tokens": int(shape.warmup * tokens),
                 "new tokens": tokens,
@@ -562,11 +555,6 @@ def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, d
     spread = (means - mean) / np.maximum(errors, 1e-12 + 0.05 * error)
     by_t = mean - np.quantile(spread, 1 - _CONFIDENCE) * error
     return float(max(by_t, np.quantile(means, _CONFIDENCE), mean))
-
-
-def _in_words(settings: FitSettings) -> str:
-    words = f"rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}"
-    return words if settings.certain >= 1 else f"{words}, sure tokens at {settings.certain:g}"
 
 
 def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:

@@ -52,6 +52,9 @@ def bench(
         str | None, typer.Option(help="For --mode lossless: a .jsonl or .txt file.", rich_help_panel=_PANEL)
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts of the file.", rich_help_panel=_PANEL)] = 20,
+    compared: Annotated[
+        int | None, typer.Option(help="Prompts for the peers, which are slower; all.", rich_help_panel=_PANEL)
+    ] = None,
     assistant: Annotated[
         str | None, typer.Option(help="A smaller model for transformers' assisted generation.", rich_help_panel=_PANEL)
     ] = None,
@@ -67,7 +70,9 @@ def bench(
                 "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
             )
         options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
-        _bench_lossless(options, opt.PlanOptions(plan), prompts, limit, new_tokens, assistant, compile, json_file)
+        _bench_lossless(
+            options, opt.PlanOptions(plan), prompts, limit, compared, new_tokens, assistant, compile, json_file
+        )
         return
     if shape is not None and model is not None:
         raise DepthDecayError("--shape and --model were given together; bench one of them at a time")
@@ -230,6 +235,7 @@ def _bench_lossless(
     plan_options: opt.PlanOptions,
     prompts: str,
     limit: int,
+    compared: int | None,
     new_tokens: int,
     assistant: str | None,
     compile: bool,
@@ -237,6 +243,8 @@ def _bench_lossless(
 ) -> None:
     """Drafters: layers by guess, the plan's ladder without its maps, and the plan as it is."""
     whole_number("--limit", limit, 1)
+    if compared is not None:
+        whole_number("--compared", compared, 1)
     whole_number("--new-tokens", new_tokens, 2)
     stored = plan_options.load()
     with working("preparing …", lasting=True) as say:
@@ -272,6 +280,7 @@ def _bench_lossless(
             peers=PEERS if helper is not None else PEERS[:2],
             assistant=helper,
             compile_layers=compile,
+            compared=compared,
             progress=say,
         )
     from rich.console import Console
