@@ -478,6 +478,12 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert any("going on" in message for message in said)
+    # Also where all had fitted at first.
+    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 1000)
+    whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
+    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
+    assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
     monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 5)
     with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)

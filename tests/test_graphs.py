@@ -152,7 +152,7 @@ def test_products_with_a_few_rows_become_one_call(monkeypatch: pytest.MonkeyPatc
         lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)),
     )
     torch.manual_seed(0)
-    first, second = torch.nn.Linear(256, 64, bias=True).bfloat16(), torch.nn.Linear(256, 32, bias=False).bfloat16()
+    first, second = torch.nn.Linear(256, 128, bias=True).bfloat16(), torch.nn.Linear(256, 64, bias=False).bfloat16()
     odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # no multiple of what a program reads
 
     def products(x: torch.Tensor) -> torch.Tensor:
@@ -168,10 +168,10 @@ def test_products_with_a_few_rows_become_one_call(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
-    x, weights = torch.randn(3, 1280), [torch.randn(64, 1280), torch.randn(32, 1280)]
+    x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
     got = torch.ops.depthdecay.few(x, weights, False)
-    assert got.shape == (10, 3, 96)  # few programs for so few rows, so that columns are split
+    assert got.shape == (10, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.few, (x, weights, False))
 

@@ -26,11 +26,16 @@ class _Graph:
 
 
 def inductor_options(few: bool = False) -> dict[str, Any]:
-    """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
+    """How layers are compiled: our own kernels for products with one row, or a few.
+
+    These may start before the kernel ahead of them has ended, and wait before they read what it wrote. inductor's own
+    would overlap too, but wait only for the node ahead of them, which may be one that runs nothing (a concatenation
+    in place): then they read what is still being written. Seen as logits that differed from run to run.
+    """
     from .gemv import GemvPass
 
     overlap = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"post_grad_custom_pre_pass": GemvPass(overlap, few), "triton.enable_pdl": overlap}
+    return {"post_grad_custom_pre_pass": GemvPass(overlap, few), "triton.enable_pdl": False}
 
 
 @dataclass

@@ -199,15 +199,16 @@ class Calibration:
         size = torch.empty((), dtype=self.stack.model.dtype).element_size()
         states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
         most = int(0.7 * free_bytes(device) / (2.5 * states)) - len(split.held_out)
-        most = self.work.read("prompts") or most
-        if most >= len(split.calibration):
-            return split
-        if most < 8:
+        kept = self.work.read("prompts")
+        most = min(most, len(split.calibration)) if kept is None else kept
+        if most < min(8, len(split.calibration)):
             raise DepthDecayError(
                 f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory to "
                 "calibrate in; ask for fewer --new-tokens or --held-out-prompts"
             )
         self.work.write("prompts", most)
+        if most == len(split.calibration):
+            return split
         self.say(f"the memory holds the states of {most} prompts, so fewer than {len(split.calibration)} are used")
         return replace(split, calibration=split.calibration[:most])
 
