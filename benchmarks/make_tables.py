@@ -359,7 +359,9 @@ def answers_section(results: list[Result]) -> list[str]:
                 *_software(result),
             ]
             lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
-            lines += [*table(answer_columns(result), result["rows"]), "", f"`{result['command']}`", ""]
+            lines += [*table(answer_columns(result), result["rows"]), ""]
+            lines += [result["notes"], ""] if result.get("notes") else []
+            lines += [f"`{result['command']}`", ""]
         lines += paper_table(task)
     return lines
 
