@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,6 +121,20 @@ def split_prompts(
     if len(fitting) < wanted:
         held_out = min(max(4, len(fitting) * held_out // wanted), len(fitting) - 8)
     return Split(fitting[held_out:], fitting[:held_out], left_out)
+
+
+def variety(
+    count: int, tokenizer: Any, *, vocabulary: int, longest: int | None, seed: int, besides: Sequence[Any]
+) -> list[list[int]]:
+    """Prompts of many kinds that come with the package, as token ids; none that is among the user's own."""
+    if tokenizer is None or count < 1:
+        return []
+    lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
+    taken = {_as_read(prompt) for prompt in besides}
+    texts = [text for text in (line.replace("\\n", "\n") for line in lines) if _as_read(text) not in taken]
+    Random(seed).shuffle(texts)
+    found = (token_ids(tokenizer, text, {}, vocabulary) for text in texts)
+    return [ids for ids in found if longest is None or len(ids) <= longest][:count]
 
 
 def _as_read(prompt: Any) -> str:

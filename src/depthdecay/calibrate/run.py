@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from depthdecay.budget import Costs, plan_at_speedup
-from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts
+from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts, variety
 from depthdecay.calibrate.fidelity import Fidelity, Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace, fit_plan
 from depthdecay.calibrate.influence import block_influence, unrepaired_share
@@ -76,6 +76,7 @@ class Settings:
     select_prompts: int = 128  # never fitted on: the search and all choices are decided by them
     held_out_prompts: int = 128  # for the figures that the plan promises; a plan over its budget is made slower
     new_tokens: int = 200
+    variety: float = 0.5  # prompts of other kinds besides the user's, as a share of those that are fitted on
     search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
     rows: int = 32
     batch: int = 128
@@ -167,38 +168,61 @@ class Calibration:
         self.say = say
         self.settings = settings or Settings.for_device(device)
         split = self._split(prompts, tokenizer)
+        others = self._others(prompts, tokenizer, len(split.calibration))
         inputs = {
             "model": self.identity.to_dict(),
             "numbers": f"{self.stack.model.dtype} {device.type}",
             "settings": repr(self.settings),
             "prompts": split.calibration,
             "held_out": split.held_out,
+            "others": others,
         }
         self.work = WorkFolder(folder, inputs)
-        split = self._that_fit(split, device)
-        texts = self._texts(split)
-        seen = {token for text in texts[: len(split.calibration)] for token in (*text.prompt, *text.tokens)}
+        split = self._that_fit(split, len(others), device)
+        texts = self._texts([*split.calibration, *split.held_out, *others])
+        own, rest = texts[: len(split.calibration)], texts[len(split.calibration) :]
+        held_out, more = rest[: len(split.held_out)], rest[len(split.held_out) :]
+        self.settings = self._within_texts([*own, *held_out])
+        # Of the other kinds, too, some are fitted on, some chosen by and some held out.
+        elsewhere, more = more[: len(more) // 6], more[len(more) // 6 :]
+        fit, share = self._fitted(len(own)), self._fitted(len(more)) if more else 0
+        seen = {token for text in (*own, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
-        self.settings = self._within_texts(texts)
-        wanted = self.settings.fit_prompts + self.settings.select_prompts
-        fit = max(4, self.settings.fit_prompts * len(split.calibration) // wanted)
-        self.fit = self._record(texts[:fit], "reading calibration texts")
-        self.select = self._record(texts[fit : len(split.calibration)], "reading texts to choose by")
-        self.held_out = self._record(texts[len(split.calibration) :], "reading held-out texts")
+        self.fit = self._record([*own[:fit], *more[:share]], "reading calibration texts")
+        self.select = self._record([*own[fit:], *more[share:]], "reading texts to choose by")
+        self.held_out = self._record(held_out, "reading held-out texts")
+        self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
         self.influence = block_influence(self.select)
         self.found = self._search()
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self._size: FitSettings | None = None  # once chosen
 
-    def _that_fit(self, split: Split, device: torch.device) -> Split:
+    def _fitted(self, count: int) -> int:
+        """How many of so many texts are fitted on; the others are chosen by."""
+        wanted = self.settings.fit_prompts + self.settings.select_prompts
+        return min(max(4, self.settings.fit_prompts * count // wanted), count)
+
+    def _others(self, prompts: Sequence[Any], tokenizer: Any, own: int) -> list[list[int]]:
+        """Prompts of other kinds than the user's: maps that have seen one kind of text only ruin all others."""
+        limit = self.stack.context_limit()
+        return variety(
+            int(self.settings.variety * min(self._fitted(own), self.settings.fit_prompts)),
+            tokenizer,
+            vocabulary=self.stack.model.get_input_embeddings().weight.shape[0],
+            longest=None if limit is None else limit - self.settings.new_tokens,
+            seed=self.settings.seed,
+            besides=prompts,
+        )
+
+    def _that_fit(self, split: Split, others: int, device: torch.device) -> Split:
         """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy.
 
         What was decided once is kept, so that an interrupted run goes on with the same prompts.
         """
         size = torch.empty((), dtype=self.stack.model.dtype).element_size()
         states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
-        most = int(0.7 * free_bytes(device) / (2.5 * states)) - len(split.held_out)
+        most = int(0.7 * free_bytes(device) / (2.5 * states)) - len(split.held_out) - others
         kept = self.work.read("prompts")
         most = min(most, len(split.calibration)) if kept is None else kept
         if most < min(8, len(split.calibration)):
@@ -237,9 +261,8 @@ class Calibration:
             seed=settings.seed,
         )
 
-    def _texts(self, split: Split) -> list[Continuation]:
+    def _texts(self, prompts: list[list[int]]) -> list[Continuation]:
         """The full model's answers, from the work folder where they lie there."""
-        prompts = [*split.calibration, *split.held_out]
         kept = self.work.read("texts")
         if kept is not None:
             self.say("going on with the texts of an interrupted run")
@@ -475,6 +498,20 @@ class Calibration:
                 high = middle
         return low
 
+    def _elsewhere(self, plan: Plan, repairs: Repairs) -> dict[str, Any] | None:
+        """How the plan does on other kinds of text than the user's. Nothing is promised about them."""
+        if self.elsewhere is None:
+            return None
+        simulator = Simulator(self.elsewhere)
+        measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
+        return {
+            "kl": measured.kl,
+            "agreement": measured.agreement,
+            "plain_kl": plain.kl,
+            "prompts": measured.prompts,
+            "tokens": measured.tokens,
+        }
+
     def _finish(
         self, goal: Goal, speedup: float, settings: FitSettings, shape: Shape, tried: list[dict[str, Any]]
     ) -> Calibrated:
@@ -503,6 +540,7 @@ class Calibration:
             "promise": promise,
             "repaired": measured.to_dict(),
             "plain": plain.to_dict(),
+            "elsewhere": self._elsewhere(plan, repairs),
             "choices": {
                 "rank": settings.rank,
                 "neurons a layer": settings.neurons,

@@ -52,6 +52,10 @@ def calibrate(
     repair_neurons: Annotated[
         int | None, typer.Option(help="Neurons kept of a dropped layer; chosen by KL.", rich_help_panel=_EFFORT)
     ] = None,
+    variety: Annotated[
+        bool,
+        typer.Option(help="Mix in prompts of other kinds, so that other text is not ruined.", rich_help_panel=_EFFORT),
+    ] = True,
     fit_prompts: Count = None,
     held_out_prompts: Count = None,
     new_tokens: Annotated[
@@ -106,6 +110,7 @@ def calibrate(
         name: value for name, (value, _) in counts.items() if value is not None and not name.startswith("repair_")
     }
     settings = replace(settings, **given, seed=seed)
+    settings = settings if variety else replace(settings, variety=0.0)
     settings = replace(settings, minutes=minutes) if minutes is not None else settings
     if goal.speedup is not None:
         settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup, *others])))
@@ -164,6 +169,14 @@ def _print(made: Calibrated, folder: Path) -> None:
         markup=False,
         highlight=False,
     )
+    elsewhere = made.figures["elsewhere"]
+    if elsewhere is not None:
+        console.print(
+            f"on other kinds of text: KL {elsewhere['kl']:.4f} (plain dropping {elsewhere['plain_kl']:.4f}), agreement "
+            f"{elsewhere['agreement']:.4f}",
+            markup=False,
+            highlight=False,
+        )
     if promise["budget"] is not None:
         console.print(
             f"promise: {promise['measure']} {promise['held_out']:.4f}, at most {promise['bound']:.4f} with 95% "
