@@ -259,6 +259,12 @@ def held_out_agreement(result: Result) -> str:
     return f"{result['repaired']['agreement']:.1%}{bound}"
 
 
+def other_text(result: Result) -> str:
+    """On prompts of other kinds than those that were calibrated on, where some were mixed in."""
+    found = result.get("elsewhere")
+    return MISSING if found is None else f"{digits(found['kl'])}, {digits(found['plain_kl'])}"
+
+
 CALIBRATED: tuple[Column, ...] = (
     ("asked", lambda r: link(r, asked(r))),
     ("layer speed-up", lambda r: f"{r['promise']['layer_speedup']:.3f}x"),
@@ -270,6 +276,7 @@ CALIBRATED: tuple[Column, ...] = (
         lambda r: f"{r['repaired']['perplexity']:.3f} / {r['repaired']['full_perplexity']:.3f}",
     ),
     ("KL, plain", lambda r: digits(r["plain"]["kl"])),
+    ("KL on other text, plain", other_text),
     ("rank / neurons a layer", lambda r: f"{r['choices']['rank']} / {r['choices']['neurons a layer']}"),
     ("seconds", lambda r: f"{r['choices']['seconds']:.0f}"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 import depthdecay as dd
 from depthdecay.budget import Costs, cost_speedup, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
-from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts
+from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
 from depthdecay.calibrate.fit import Moments, Trace, fit_plan
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
@@ -487,6 +488,42 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 5)
     with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
+
+
+class Letters:
+    """A tokenizer that knows letters only: enough to tell prompts apart."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) % 85 for letter in text][:40]
+
+
+def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    own = ["".join(chr(97 + digit) for digit in prompt) for prompt in np.random.default_rng(1).integers(0, 26, (60, 9))]
+    mixed = Calibration(model, Letters(), own, tmp_path / "mixed", SMALL)
+    alone = Calibration(model, Letters(), own, tmp_path / "alone", replace(SMALL, variety=0.0))
+    assert mixed.elsewhere is not None
+    assert alone.elsewhere is None
+    others = mixed.fit.prompts - alone.fit.prompts + mixed.select.prompts - alone.select.prompts
+    assert others + mixed.elsewhere.prompts == int(0.5 * alone.fit.prompts)
+    # The promise is about the user's own text.
+    assert mixed.held_out.prompts == alone.held_out.prompts
+    figures = mixed.make(Goal(speedup=1.2)).figures
+    assert figures["elsewhere"]["prompts"] == mixed.elsewhere.prompts
+    assert alone.make(Goal(speedup=1.2)).figures["elsewhere"] is None
+
+
+def test_none_of_the_users_prompts_is_mixed_in_again() -> None:
+    lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
+    texts = [line.replace("\\n", "\n") for line in lines]
+    settings: Any = {"vocabulary": 90, "longest": None, "seed": 0}
+    every = variety(1000, Letters(), besides=[], **settings)
+    assert len(every) == len(texts) == len(set(texts))
+    assert len(variety(1000, Letters(), besides=texts[:7], **settings)) == len(texts) - 7
+    assert variety(1000, None, besides=[], **settings) == []
+    assert len(variety(5, Letters(), besides=[], **settings)) == 5
 
 
 def test_a_plan_promises_only_what_its_texts_reach(tmp_path: Path) -> None:

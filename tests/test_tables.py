@@ -210,7 +210,7 @@ def test_a_calibrated_plan_stands_beside_plain_dropping_with_its_bound_and_comma
     first, second = cells(folder, "RESULTS.md")
     speeds = ["1.109x", "1.084x"]
     fidelity = ["0.00372 (at most 0.00426)", "99.1%", "1.086 / 1.082", "0.337"]
-    assert first == ["[1.1x](../benchmarks/results/a.json)", *speeds, *fidelity, "512 / 256", "150"]
+    assert first == ["[1.1x](../benchmarks/results/a.json)", *speeds, *fidelity, "–", "512 / 256", "150"]
     assert second[0] == "[1.5x](../benchmarks/results/b.json)"
     assert lines(folder, "RESULTS.md").count("`depthdecay calibrate --speedup 1.1 --also 1.5`") == 1
 

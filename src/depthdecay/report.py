@@ -137,6 +137,10 @@ def _fidelity(data: Mapping[str, Any]) -> str:
         note += f" Perplexity of the full model: {_number(data['full_perplexity'])}."
     if kinds == ["plain", "repaired"]:
         note += " Plain: layers are only dropped. Repaired: a small correction stands in for them."
+    other = data.get("elsewhere")
+    if other:
+        figures_there = f"KL {_number(other['kl'])}, plain {_number(other['plain_kl'])}"
+        note += f" On {other['prompts']} prompts of other kinds: {figures_there}; nothing is promised about them."
     table = _table("speed-up", list(figures), kinds, body)
     return f'<h2>Fidelity on held-out text</h2>\n{table}<p class="soft">{escape(note)}</p>\n'
 

@@ -26,6 +26,7 @@ def report_data(run: Calibration, made: Calibrated, command: str) -> dict[str, A
         },
         "promise": promise if promise["budget"] is not None else None,
         "full_perplexity": repaired["full_perplexity"],
+        "elsewhere": figures["elsewhere"],
         "fidelity": [{"speedup": promise["asked_speedup"], "plain": _means(plain), "repaired": _means(repaired)}],
         "kl_by_position": {
             "plain": plain["kl_by_position"][:shown],
