@@ -23,7 +23,7 @@ from depthdecay.cli import app
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])
 def test_sound_models_pass(architecture: str) -> None:
     rows = list(check_model(tiny_model(architecture), new_tokens=10))
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row.passed for row in rows), rows
 
 
@@ -95,7 +95,7 @@ def test_command_passes_and_says_where_and_in_what(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", "-m", model, "--device", "cpu", "--new-tokens", "8"])
     assert result.exit_code == 0, result.output
     assert "float32 on cpu" in result.stdout
-    assert result.stdout.count("✓") == 6
+    assert result.stdout.count("✓") == 7
     report = json.loads(
         CliRunner().invoke(app, ["check", "-m", model, "--new-tokens", "4", "--alpha", "0.9", "--json"]).stdout
     )

@@ -97,8 +97,21 @@ def test_piped_text_is_only_the_text(tiny: str) -> None:
     assert "\x1b" not in piped.stdout.replace(answer["text"], "")
 
 
-def test_json_is_one_object_at_full_depth_by_default(tiny: str) -> None:
+def test_json_is_one_object_without_loss_by_default(tiny: str) -> None:
     result = run("generate", "-m", tiny, "-n", "6", "hello", "--json")
+    answer = json.loads(result.stdout)
+    assert answer.keys() == JSON_FIELDS
+    assert answer["mode"] == "lossless"
+    assert answer["depths"] == [LAYERS] * 6
+    assert answer["layers_executed"] > 0
+    full = json.loads(run("generate", "-m", tiny, "-n", "6", "--mode", "full", "hello", "--json").stdout)
+    assert full["token_ids"] == answer["token_ids"]
+    assert "window is 0" in refused("generate", "-m", tiny, "--window", "0", "hello")
+    assert "lookup is 99" in refused("generate", "-m", tiny, "--lookup", "99", "hello")
+
+
+def test_json_at_full_depth(tiny: str) -> None:
+    result = run("generate", "-m", tiny, "-n", "6", "--mode", "full", "hello", "--json")
     answer = json.loads(result.stdout)
     assert answer.keys() == JSON_FIELDS
     assert answer["mode"] == "full"

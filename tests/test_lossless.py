@@ -83,7 +83,7 @@ def test_drafts_that_are_right_are_kept(windows: list[int]) -> None:
     assert result.draft_depths[0] is None
     # The prompt gives one token, every verification one more, every accepted draft another.
     assert 1 + result.verifications + result.accepted == 40
-    assert result.layers_executed == result.verifications * LAYERS + result.drafted * (LAYERS - 1)
+    assert result.layers_executed == (1 + result.verifications) * LAYERS + result.drafted * (LAYERS - 1)
     assert result.passes_per_token == pytest.approx(result.layers_executed / (40 * LAYERS))
 
 
@@ -133,11 +133,41 @@ def test_it_works_without_a_plan_and_refuses_what_it_cannot_do() -> None:
     assert token_ids(engine, "lossless", PROMPTS, 12, eos_token_id=None) == expected
     with pytest.raises(DepthDecayError, match="stopping_criteria"):
         engine.generate(PROMPTS, 12, mode="lossless", stopping_criteria=[lambda ids, scores: False])
-    with pytest.raises(DepthDecayError, match="lookup"):
-        engine.generate(PROMPTS, 12, mode="lossless", lookup="yes")
+    for setting, value, complaint in (
+        ("lookup", "yes", "lookup is 'yes'"),
+        ("lookup", 1, "at least 2"),
+        ("lookup", 50, "the prompt has only"),
+        ("window", 0, "window is 0"),
+        ("window", 16, "from 1 to 15"),
+        ("window", True, "window is True"),
+    ):
+        with pytest.raises(DepthDecayError, match=complaint):
+            engine.generate(PROMPTS[:1], 12, mode="lossless", **{setting: value})
     for layers in (1, 2, 3, 4, 5, 30):
         plan = drafting_plan(layers)
         assert plan.depth(5) <= layers
+
+
+def test_it_is_the_mode_where_no_plan_is_given() -> None:
+    model = tiny_model("llama")
+    plan = dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3])
+    engine = dd.Engine(model, drafter=plan)
+    (result,) = engine.generate(PROMPTS[:1], 20, eos_token_id=None)
+    assert result.mode == "lossless"
+    assert engine.drafting_plan is plan
+    assert result.token_ids == token_ids(engine, "full", PROMPTS[:1], 20, eos_token_id=None)[0]
+    # Rows would share their windows, and criteria look at every token.
+    assert {r.mode for r in engine.generate(PROMPTS, 4, eos_token_id=None)} == {"full"}
+    assert engine.generate(PROMPTS[:1], 4, stopping_criteria=[lambda ids, scores: False])[0].mode == "full"
+    assert dd.Engine(model, plan=plan).generate(PROMPTS[:1], 4)[0].mode == "decay"
+    with pytest.raises(DepthDecayError, match="layers"):
+        dd.Engine(model, drafter=dd.Plan.constant(LAYERS + 3, 5))
+
+
+def test_windows_are_as_long_as_asked_for(windows: list[int]) -> None:
+    (result,) = perfect_engine().generate([PROMPTS[0]], 40, mode="lossless", window=2, lookup=0, eos_token_id=None)
+    runs = "".join("x" if depth is None else "d" for depth in result.draft_depths).split("x")
+    assert max(map(len, runs)) == 2
 
 
 def test_sampling_keeps_the_full_models_distribution(windows: list[int]) -> None:
@@ -354,6 +384,29 @@ def test_a_pass_that_cannot_be_captured_is_run_eagerly(windows: list[int], monke
         engine.uses_graphs = True
         with pytest.warns(UserWarning, match="eagerly: no capture"):
             assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None) == expected
+
+
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_plain_steps_run_ahead_while_drafting_pauses(lookup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, run: Replay(run))
+    under_way: list[int] = []
+    collect = LosslessGraphDecoder.collect
+
+    def counted(self: Any) -> list[int]:
+        under_way.append(len(self._underway))
+        return collect(self)
+
+    monkeypatch.setattr(LosslessGraphDecoder, "collect", counted)
+    engine = dd.Engine(tiny_model("llama"), plan=dd.Plan.constant(LAYERS, 4, drop_order=[3, 5, 2, 6]))
+    for tokens in (1, 2, 3, 60):
+        expected = token_ids(engine, "full", PROMPTS[:1], tokens, eos_token_id=None)
+        engine.uses_graphs = True
+        assert token_ids(engine, "lossless", PROMPTS[:1], tokens, eos_token_id=None, lookup=lookup) == expected
+        engine.uses_graphs = False
+    assert set(under_way) == {1, 2}
+    assert under_way.count(2) > 20
 
 
 def learn(drafting: Drafting, right: dict[int, float], tokens: int = 4000, seed: int = 0) -> dict[int, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .apply import applied as applied
+    from .assistant import draft_model as draft_model
     from .engine import Engine as Engine
     from .engine import Result as Result
     from .errors import DepthDecayError as DepthDecayError
@@ -24,6 +25,7 @@ _EXPORTS = {
     "Plan": "plan",
     "Result": "engine",
     "applied": "apply",
+    "draft_model": "assistant",
     "load": "models",
 }
 __all__ = sorted(_EXPORTS)

@@ -200,7 +200,7 @@ class _Contender:
     def _ours(self) -> float:
         assert self.engine is not None
         # Greedy as the peers are; random weights have no end of text.
-        results = self.engine.generate(self.prompts.tolist(), max_new_tokens=self.new_tokens, do_sample=False)
+        results = self.engine.generate(self.prompts.tolist(), self.new_tokens, mode=self.method, do_sample=False)
         shortest = min(len(result.token_ids) for result in results)
         if shortest != self.new_tokens:
             raise DepthDecayError(f"decoding ended after {shortest} of {self.new_tokens} tokens")

@@ -168,7 +168,7 @@ def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | N
         row.drafted += result.drafted
         row.accepted += result.accepted
         row._verifications += result.verifications
-        row._passes += result.layer_passes / result.num_layers
+        row._passes += result.layer_passes / result.num_layers - 1  # without the first token's, as for the tokens
 
 
 def _finish(row: LosslessRow, full: LosslessRow) -> None:

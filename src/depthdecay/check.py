@@ -81,6 +81,9 @@ def check_model(
     batch = engine.generate(prompts, new_tokens, mode="full", do_sample=False)
     yield _compare("batch equals single", [r.token_ids for r in batch], [r.token_ids for r in single], hint)
 
+    lossless = [engine.generate([prompt], new_tokens, mode="lossless", do_sample=False)[0] for prompt in prompts]
+    yield _compare("lossless equals full depth", [r.token_ids for r in lossless], [r.token_ids for r in single], hint)
+
     if plan is None:
         yield Row("decay", True, "skipped: a model of one layer has none to drop")
     else:

@@ -161,15 +161,17 @@ class Engine:
         graphs: bool | None = None,
         allow_other_weights: bool = False,
         repairs: Repairs | None = None,
+        drafter: Plan | None = None,
     ) -> None:
         self.stack = Stack.of(model)
         require_eval(self.stack.model)
         self.tokenizer = tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
         self.plan = plan
-        if plan is not None:
-            check_plan(plan, self.stack.model, allow_other_weights=allow_other_weights)
-        self.repairs = repairs_for(self.stack, plan, repairs)
+        drafter = plan or drafter
+        if drafter is not None:
+            check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
+        self.repairs = repairs_for(self.stack, drafter, repairs)
         self.device = primary_device(self.stack.model)
         self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
         if self.uses_graphs and self.device.type != "cuda":
@@ -181,7 +183,7 @@ class Engine:
         self._drafting: Drafting | None = None
         self._short_head: ShortHead | None = None
         self._kept_lossless: LosslessGraphDecoder | None = None
-        self.drafting_plan = plan or drafting_plan(self.stack.num_layers)
+        self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
         self._lock = threading.Lock()
 
     def _can_use_graphs(self) -> bool:
@@ -203,7 +205,7 @@ class Engine:
         top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
-        results = self._new_results(request, self._mode(mode))
+        results = self._new_results(request, self._mode(mode, request))
         for _ in self._decoded(request, results):
             pass
         return results
@@ -215,7 +217,7 @@ class Engine:
         if self.tokenizer is None:
             raise DepthDecayError("streaming text needs a tokenizer; Engine(model, tokenizer, plan) takes one")
         request = prepare_request(self, [prompt], max_new_tokens, settings)
-        results = self._new_results(request, self._mode(mode))
+        results = self._new_results(request, self._mode(mode, request))
         pieces = (pieces[0] for pieces in self._decoded(request, results) if pieces[0])
         return Stream(pieces, results[0])
 
@@ -223,13 +225,21 @@ class Engine:
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         return (self._decode_lossless if results[0].mode == "lossless" else self._decode)(request, results)
 
-    def _mode(self, mode: str | None) -> str:
-        mode = mode or ("full" if self.plan is None else "decay")
+    def _mode(self, mode: str | None, request: Request) -> str:
+        """Where none is given: by the plan, and without one the full model's answer, in windows where they can pay."""
+        if mode is None:
+            mode = "decay" if self.plan is not None else "lossless" if self._suits_windows(request) else "full"
         if mode not in MODES:
             raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
         if mode == "decay" and self.plan is None:
             raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
         return mode
+
+    def _suits_windows(self, request: Request) -> bool:
+        """One row, since rows share windows; on CUDA greedy, since only then the device goes on by itself."""
+        if len(request.prompts) > 1 or request.stopping_criteria:
+            return False
+        return not (self.uses_graphs and request.generation_config.do_sample)
 
     def _new_results(self, request: Request, mode: str) -> list[Result]:
         layers = self.stack.num_layers
@@ -293,7 +303,15 @@ class Engine:
         drafting = self._prepared_drafting()
         with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens, drafting) as decoder:
             sampler = self._sampler(request, prompt)
-            run = LosslessRun(decoder, prompt, request.prompts, sampler, drafting=drafting, lookup=request.lookup)
+            run = LosslessRun(
+                decoder,
+                prompt,
+                request.prompts,
+                sampler,
+                drafting=drafting,
+                lookup=request.lookup,
+                window=request.window,
+            )
             for number, got in enumerate(run.windows(request.max_new_tokens)):
                 if number == 0:
                     prefill_seconds = time.perf_counter() - started

@@ -23,7 +23,7 @@ from .repairs import Repairs
 from .sampling import Sampler, gumbel_noise
 from .short_head import ShortHead
 from .stack import Stack
-from .windows import Drafter, Drafting, Lookup
+from .windows import LONGEST, LOOKUP, Drafter, Drafting, Lookup
 
 MOST_DEPTH = 0.85  # of the layers: deeper drafts cost nearly what they are to spare
 
@@ -261,7 +261,8 @@ class LosslessRun:
         sampler: Sampler,
         *,
         drafting: Drafting,
-        lookup: bool = True,
+        lookup: int = LOOKUP,
+        window: int = LONGEST,
     ) -> None:
         self.decoder = decoder
         self.chain = cast(Chain, decoder)  # where it chains
@@ -270,10 +271,13 @@ class LosslessRun:
         self.answered = [0] * len(texts)
         self.active = [True] * len(texts)
         self.sampler = RowSampler(sampler)
-        self.before = Lookup(texts[0]) if lookup and len(texts) == 1 else None
+        self.before = Lookup(texts[0], lookup) if lookup and len(texts) == 1 else None
         self.drafting = drafting
+        self.longest = min(window, decoder.longest)
+        self._ahead = False  # a plain step is on the way behind the one that is waited for
         # The account, by row. What every token of the last window came from, by place.
-        self.drafted, self.accepted, self.verifications, self.layer_passes = ([0] * len(texts) for _ in range(4))
+        self.drafted, self.accepted, self.verifications = ([0] * len(texts) for _ in range(3))
+        self.layer_passes = [decoder.stack.num_layers] * len(texts)  # the first token comes with the prompt
         self._sources: list[list[int | None]] = [[None] for _ in texts]
 
     def source_of(self, row: int, place: int) -> int | None:
@@ -288,7 +292,7 @@ class LosslessRun:
             first = self.sampler.pick(decoder.logits, [0] * len(self.last), [])
             got = self._take([[token] for token in first.tolist()])
             window = None
-            if decoder.chains and self.sampler.is_plain_greedy:
+            if decoder.chains and self.sampler.is_plain_greedy and any(self.active):
                 self.chain.begin(first)
                 window = self._started()
         yield got
@@ -323,7 +327,7 @@ class LosslessRun:
     def _most(self) -> int:
         """Drafts that could still be of use."""
         left = max(self.new_tokens - count for count, on in zip(self.answered, self.active, strict=True) if on)
-        return min(left - 1, self.decoder.longest)
+        return min(left - 1, self.longest)
 
     def _looked_up(self) -> list[int]:
         """Drafts that cost no pass, where the text before has some and they pay."""
@@ -378,8 +382,17 @@ class LosslessRun:
         return drafts, drafter, confidences
 
     def _started(self) -> Chained:
-        """Begin a window that the device goes through by itself; nothing is waited for."""
+        """Begin a window that the device goes through by itself; nothing is waited for.
+
+        While drafting pauses, the next plain step is started before this one's token is known, as long as no lookup has
+        found anything: then the device never waits for the host.
+        """
         chain = self.chain
+        if self._ahead:
+            drafter = self.drafting.choose(self._position)
+            drafter.window()
+            self._ahead = self._goes_ahead()
+            return Chained(None, 0, launched=True)
         again = self._looked_up()
         if again:
             chain.offer(again)
@@ -389,11 +402,20 @@ class LosslessRun:
         count = min(drafter.window(), self._most)
         if count == 0:
             chain.launch(0)
+            self._ahead = self._goes_ahead()
             return Chained(None, 0, launched=True)
         width = min(count, 2)
         for step in range(width):
             chain.draft_one(drafter.depth, step)
         return Chained(drafter, width, limit=self._most if count > 1 else 1)
+
+    def _goes_ahead(self) -> bool:
+        """Start one more plain step, where the next window will be one too."""
+        finds = self.before is not None and bool(self.before.after(1))
+        if finds or self._most < 1 or not self.drafting.pauses:
+            return False
+        self.chain.launch(0)
+        return True
 
     def _ended(self, window: Chained) -> list[list[int]]:
         """Draft on while it pays, verify, and wait for the answer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from .windows import Pace
 
 # Numbers of tokens that passes are captured for; a shorter one is padded behind, where nobody looks.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+TURNS = 4  # verifications whose answers are kept: more than are ever under way
 
 
 @dataclass
@@ -50,15 +52,17 @@ class Window:
         self.offset = torch.zeros((1, 1), dtype=torch.long, device=device)  # from columns to positions
         self.steps = torch.arange(longest, device=device)
         self.confidences = torch.zeros(longest + 1, device=device)
-        self.answer = torch.zeros(longest + 1, dtype=torch.long, device=device)  # how many tokens stay, and all of them
+        # Of the last verifications in turn: how many tokens stay, and all of them.
+        self.answers = torch.zeros((TURNS, longest + 1), dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
         # What the host reads. Copies to it are part of the graphs.
         self.confidences_read = torch.zeros(longest + 1, pin_memory=on_cuda)
-        self.answer_read = torch.zeros(longest + 1, dtype=torch.long, pin_memory=on_cuda)
+        self.answers_read = torch.zeros((TURNS, longest + 1), dtype=torch.long, pin_memory=on_cuda)
 
     @contextlib.contextmanager
     def unchanged(self) -> Any:
         """Passes inside leave no trace; keys and values that they write will be written again."""
-        parts = (self.ids, self.drafted, self.base, self.confidences)
+        parts = (self.ids, self.drafted, self.base, self.confidences, self.turn)
         before = [part.clone() for part in parts]
         try:
             yield
@@ -100,7 +104,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self.position = self.start
         self.window = Window(prompt.ids.device)
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
-        self._answered: torch.cuda.Event | None = None
+        self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
+        self._turn = 0
         self._likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = likeliest
 
     @property
@@ -189,14 +194,17 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         window.drafted.zero_()
         window.base.fill_(self.filled)
         window.offset.copy_(self.next_position - self.filled)
+        window.turn.zero_()
         self._arrivals = []
+        self._underway.clear()
+        self._turn = 0
 
     def offer(self, drafts: list[int]) -> None:
         self.window.ids[0, 1 : len(drafts) + 1] = torch.tensor(drafts, device=self.window.ids.device)
         self.window.drafted.fill_(len(drafts))
 
     def draft_one(self, depth: int, step: int) -> None:
-        bucket = bucket_for(self.filled + step + 1)
+        bucket = bucket_for(self._at_most + step + 1)
         graph = self._chained(("draft", depth, bucket), depth, bucket, lambda: self._draft(bucket))
         if graph is not None:
             graph.replay()
@@ -210,17 +218,24 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
 
     def launch(self, width: int) -> None:
         size = next(size for size in SIZES if size > width)
-        bucket = bucket_for(self.filled + size)
+        bucket = bucket_for(self._at_most + size)
         layers = self.stack.num_layers
         graph = self._chained(("verify", size, bucket), layers, bucket, lambda: self._verify(size, bucket), size > 1)
         if graph is not None:
             graph.replay()
-            self._answered = self._now()
+            self._underway.append((size, self._now()))
+
+    @property
+    def _at_most(self) -> int:
+        """Columns that may be filled once all verifications that are under way have ended."""
+        return self.filled + sum(size for size, _ in self._underway)
 
     def collect(self) -> list[int]:
-        if self._answered is not None:
-            self._answered.synchronize()
-        kept, *said = self.window.answer_read.tolist()
+        _, end = self._underway.popleft()
+        if end is not None:
+            end.synchronize()
+        kept, *said = self.window.answers_read[self._turn].tolist()
+        self._turn = (self._turn + 1) % TURNS
         self.cache.clock.filled += kept
         self.next_position = self.next_position + kept
         return said[:kept]
@@ -287,8 +302,9 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         right = (said[:, :-1] == ids[:, 1:]).long().cumprod(1).sum(1)
         right = torch.minimum(right, window.drafted)  # behind the drafts lie older ones
         window.ids[:, :1] = said.gather(1, right.unsqueeze(0))
-        window.answer[:1] = right + 1
-        window.answer[1 : size + 1] = said[0]
+        answer = torch.cat([right + 1, said[0], said.new_zeros(SIZES[-1] - size)])
+        window.answers.index_copy_(0, window.turn, answer.unsqueeze(0))
+        window.turn.copy_((window.turn + 1) % TURNS)
         window.base += right + 1
         window.drafted.zero_()
-        window.answer_read.copy_(window.answer, non_blocking=True)
+        window.answers_read.copy_(window.answers, non_blocking=True)

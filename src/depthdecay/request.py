@@ -13,6 +13,7 @@ from transformers import StoppingCriteriaList
 from .errors import DepthDecayError, one_line
 from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
+from .windows import LONGEST, LOOKUP
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -35,7 +36,8 @@ class Request:
     seed: int | None
     logits_processor: Sequence[Any] | None
     stopping_criteria: StoppingCriteriaList
-    lookup: bool  # in lossless mode: draft what followed the same words before
+    lookup: int  # in lossless mode: draft what followed the same words before, at most so many; 0 for none
+    window: int  # in lossless mode: the most drafts before a verification
 
 
 def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, settings: dict[str, Any]) -> Request:
@@ -65,7 +67,8 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
         seed=_seed(settings.get("seed")) if config.do_sample else None,
         logits_processor=_functions("logits_processor", settings.get("logits_processor")),
         stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
-        lookup=_yes_or_no("lookup", settings.get("lookup", True), vocabulary),
+        lookup=_lookup(settings.get("lookup"), min(map(len, ids))),
+        window=_window(settings.get("window")),
     )
 
 
@@ -92,6 +95,27 @@ def _real(low: float, high: float, expected: str) -> _Check:
 def _yes_or_no(name: str, value: Any, vocabulary: int) -> bool:
     if not isinstance(value, bool):
         raise _refuse(name, value, "True or False")
+    return value
+
+
+def _lookup(value: Any, prompt_length: int) -> int:
+    """Words that must stand before and now alike; a prompt of fewer tokens than the default has is no mistake."""
+    if value is None or value is True:
+        return LOOKUP
+    if value is False or (type(value) is int and value == 0):
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise _refuse("lookup", value, "True, False, or a number of tokens of at least 2")
+    if value > prompt_length:
+        raise DepthDecayError(f"lookup is {value}, but the prompt has only {prompt_length} tokens; expected fewer")
+    return value
+
+
+def _window(value: Any) -> int:
+    if value is None:
+        return LONGEST
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST:
+        raise _refuse("window", value, f"a number of drafts from 1 to {LONGEST}")
     return value
 
 
@@ -154,7 +178,7 @@ _PASSED_ON: dict[str, _Check] = {
     "suppress_tokens": _tokens,
     "sequence_bias": _biases,
 }
-_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria", "lookup")
+_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria", "lookup", "window")
 
 # What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.
 _NOT_DONE: dict[str, Any] = {

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST = 15  # drafts: with the token before them a verification of 16
+LOOKUP = 3  # tokens that must stand in the text before, to be followed
 # After how many plain steps a stopped drafter is tried again, at first; it doubles with every vain try.
 PAUSE = 16
 # What an unknown drafter is trusted with, counted as this many drafts that were seen.
@@ -159,6 +160,10 @@ class Drafter:
         self._next_pause = min(self._next_pause * 2, 512)
         return 1
 
+    @property
+    def is_pausing(self) -> bool:
+        return self._pause > 0
+
     def goes_on(self, sure: float) -> bool:
         """Whether one more draft pays, given how likely all drafts so far are right.
 
@@ -191,6 +196,12 @@ class Drafting:
         self.by_depth = {depth: Drafter(StepCosts(share), depth=depth) for depth, share in shares.items()}
         self.lookup = Drafter(StepCosts(0.0), prior=0.6)
         self._windows = 0
+        self._chosen: Drafter | None = None
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the window after the one that was chosen for will draft nothing either."""
+        return self._chosen is not None and self._chosen.is_pausing
 
     def found(self, position: int) -> Drafter:
         self.lookup.costs = StepCosts(0.0, self.pace.costs(1.0).verify)
@@ -199,6 +210,10 @@ class Drafting:
 
     def choose(self, position: int) -> Drafter:
         """The drafter with the highest rate; first those that might turn out to have it, and now and then another."""
+        self._chosen = self._choose(position)
+        return self._chosen
+
+    def _choose(self, position: int) -> Drafter:
         for depth, drafter in self.by_depth.items():
             drafter.position = position
             drafter.costs = self.pace.costs(self.shares[depth], depth)
@@ -230,7 +245,7 @@ class Lookup:
     behind it, so that a look costs the same however long the text is.
     """
 
-    def __init__(self, text: Iterable[int] = (), size: int = 3) -> None:
+    def __init__(self, text: Iterable[int] = (), size: int = LOOKUP) -> None:
         self.size = size
         self.text: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}

@@ -35,6 +35,8 @@ def chat(
     core_tail: opt.CoreTail = None,
     min_layers: opt.MinLayers = None,
     mode: opt.Mode = None,
+    window: opt.Window = None,
+    lookup: opt.Lookup = None,
     allow_other_weights: opt.AllowOtherWeights = False,
     max_new_tokens: opt.MaxNewTokens = None,
     seed: opt.Seed = None,
@@ -55,6 +57,8 @@ def chat(
     settings = {
         "max_new_tokens": max_new_tokens,
         "mode": mode,
+        "window": window,
+        "lookup": lookup,
         "seed": seed,
         "temperature": temperature,
         "top_k": top_k,

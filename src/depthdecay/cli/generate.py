@@ -36,6 +36,8 @@ def generate(
     core_tail: opt.CoreTail = None,
     min_layers: opt.MinLayers = None,
     mode: opt.Mode = None,
+    window: opt.Window = None,
+    lookup: opt.Lookup = None,
     allow_other_weights: opt.AllowOtherWeights = False,
     max_new_tokens: opt.MaxNewTokens = None,
     seed: opt.Seed = None,
@@ -51,7 +53,7 @@ def generate(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Answer a prompt. Full depth, unless --plan, --alpha or --speedup says otherwise."""
+    """Answer a prompt, as the full model would. --plan, --alpha or --speedup trade quality for speed."""
     plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
     if raw and system is not None:
         raise DepthDecayError("--raw and --system were given together; without a chat template there is no system turn")
@@ -64,6 +66,8 @@ def generate(
         text,
         max_new_tokens,
         mode=mode,
+        window=window,
+        lookup=lookup,
         seed=seed,
         temperature=temperature,
         top_k=top_k,

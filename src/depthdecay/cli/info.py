@@ -102,7 +102,7 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     from depthdecay.engine import Engine as PlainEngine
 
     # One token of prompt and one of answer fill one position: its bytes are counted, not computed from a config.
-    position_bytes = PlainEngine(engine.stack.model, graphs=False).generate([[0]], 1)[0].cache_bytes
+    position_bytes = PlainEngine(engine.stack.model, graphs=False).generate([[0]], 1, mode="full")[0].cache_bytes
     planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)
     depths = plan.depths(tokens)
     return {

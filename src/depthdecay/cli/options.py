@@ -65,6 +65,18 @@ WarmupTokens = Annotated[int | None, typer.Option(help="Tokens at full depth bef
 CoreHead = Annotated[int | None, typer.Option(help="First layers that always run [2].", rich_help_panel=_PLAN)]
 CoreTail = Annotated[int | None, typer.Option(help="Last layers that always run [2].", rich_help_panel=_PLAN)]
 MinLayers = Annotated[int | None, typer.Option(help="The depth never falls below this.", rich_help_panel=_PLAN)]
+Window = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="In lossless mode: the most drafts before a verification.", rich_help_panel=_PLAN),
+]
+Lookup = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="In lossless mode: draft what followed the same N words before [3]; 0 switches it off.",
+        rich_help_panel=_PLAN,
+    ),
+]
 Mode = Annotated[
     str | None,
     typer.Option(
@@ -215,7 +227,7 @@ class ModelOptions:
                 progress=say,
             )
 
-    def engine(self, loaded: LoadedModel, plan: Plan | None) -> Engine:
+    def engine(self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None) -> Engine:
         from depthdecay.engine import Engine
 
         return Engine(
@@ -224,6 +236,7 @@ class ModelOptions:
             plan,
             compile=self.compile,
             allow_other_weights=self.allow_other_weights,
+            drafter=drafter,
         )
 
 
@@ -239,9 +252,9 @@ def open_engine(
     stored = plan.load()
     loaded = model.load(quiet)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
-    if chosen is None and mode == "lossless" and loaded.name == DEFAULT_MODEL:
-        chosen = Plan.load(DEFAULT_PLAN)  # it drafts better than a guess
-    return loaded, model.engine(loaded, chosen)
+    # The embedded model's own plan drafts better than a guess.
+    drafter = Plan.load(DEFAULT_PLAN) if chosen is None and loaded.name == DEFAULT_MODEL else None
+    return loaded, model.engine(loaded, chosen, drafter)
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:
