@@ -21,6 +21,7 @@ def test_every_method_is_held_against_full_depth(monkeypatch: pytest.MonkeyPatch
     assert set(rows) == {
         *("full", "lossless, guess", "lossless, guess and lookup", "lossless, measured"),
         *("lossless, measured and lookup", "transformers generate", "transformers prompt-lookup"),
+        "transformers early-exit",
     }
     assert all(row.error is None for row in rows.values()), [row.error for row in rows.values()]
     assert all(row.answers_that_differ == 0 for row in rows.values())

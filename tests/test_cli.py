@@ -516,6 +516,11 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert "--compared is 0" in refused(*arguments, "--compared", "0")
 
 
+def test_eval_knows_lossless_as_a_mode() -> None:
+    assert "expected lossless" in refused("eval", "--task", "gsm8k", "--mode", "decay")
+    assert "no --methods" in refused("eval", "--task", "gsm8k", "--mode", "lossless", "--methods", "full")
+
+
 def test_the_passes_of_a_shape_are_timed(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     result = run("bench", "--mode", "lossless", "--shape", "tiny", "--device", "cpu", "--json", str(file))

@@ -19,7 +19,7 @@ from .plan import Plan
 from .request import PLAIN_GREEDY
 from .windows import StepCosts
 
-PEERS = ("generate", "prompt-lookup", "assisted")
+PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 
 
 @dataclass
@@ -64,7 +64,7 @@ def run_lossless_bench(
     plans: dict[str, Plan | None],
     *,
     new_tokens: int,
-    peers: Sequence[str] = PEERS[:2],
+    peers: Sequence[str] = PEERS[:3],
     assistant: Any = None,
     compile_layers: bool = True,
     compared: int | None = None,
@@ -142,6 +142,9 @@ def _transformers(
     options: dict[str, Any] = {}
     if peer == "prompt-lookup":
         options["prompt_lookup_num_tokens"] = 10
+    if peer == "early-exit":
+        layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        options["assistant_early_exit"] = max(1, layers // 2)
     if peer == "assisted":
         if assistant is None:
             raise DepthDecayError("assisted generation needs a smaller model; give one with --assistant")

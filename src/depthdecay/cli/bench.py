@@ -277,7 +277,7 @@ def _bench_lossless(
             [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in texts],
             plans,
             new_tokens=new_tokens,
-            peers=PEERS if helper is not None else PEERS[:2],
+            peers=PEERS if helper is not None else PEERS[:3],
             assistant=helper,
             compile_layers=compile,
             compared=compared,

@@ -59,6 +59,10 @@ def eval_command(
             rich_help_panel=_COMPARED,
         ),
     ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(metavar="lossless", help="Short for --methods full,lossless.", rich_help_panel=_COMPARED),
+    ] = None,
     speedups: Annotated[
         str | None,
         typer.Option(help="Layer budgets, such as 1.1,1.25; without, the plan as it is.", rich_help_panel=_COMPARED),
@@ -86,6 +90,10 @@ def eval_command(
     from depthdecay.paths import expanded
     from depthdecay.results import require_writable, write_result
 
+    if mode is not None:
+        if mode != "lossless" or methods is not None:
+            raise DepthDecayError(f"--mode is {mode!r}; expected lossless, and no --methods beside it")
+        methods = "full,lossless"
     target = require_writable(expanded(json_file)) if json_file is not None else None
     answers_file = require_writable(expanded(answers)) if answers is not None else None
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
