@@ -94,6 +94,7 @@ class LosslessDecoder(EagerDecoder):
     def prefill(self, prompt: Prompt) -> int:
         executed = super().prefill(prompt)
         self.mask.fill_(1)
+        self.is_padded = prompt.mask is not None or self.batch > 1  # rows of a batch become so as they part
         if prompt.mask is not None:
             self.mask[:, : prompt.length] = prompt.mask
         self.next_position = prompt.position_ids[:, -1:] + 1
@@ -199,8 +200,9 @@ class LosslessDecoder(EagerDecoder):
         """The model's own forward over some new columns; logits of the last `keep` of them."""
         self.go_to(depth)
         end = self.filled + ids.shape[1]
+        mask = self.mask[:, :end] if self.is_padded else None
         with self.stack.exclusive(), contextlib.nullcontext() if short is None else short.in_place():
-            logits = self.stack.run(self.layer_pass, ids, self.mask[:, :end], self.cache, positions, keep)
+            logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, keep)
         self.cache.clock.filled = end
         return logits
 
@@ -339,6 +341,7 @@ class LosslessRun:
     def _window(self) -> list[list[int]]:
         """A window in the common way: any number of rows, any sampling, any device."""
         decoder, device = self.decoder, self.decoder.mask.device
+        begun = time.perf_counter()
         last = torch.tensor([[token] for token in self.last], device=device)
         indices = [count - 1 for count in self.answered]
         again = self._looked_up()
@@ -358,7 +361,8 @@ class LosslessRun:
         most = max(kept)
         kept = [kept[row] if self.active[row] else most for row in range(len(rows))]
         decoder.keep(kept, self.active, decoder.longest + 1)
-        self._learn(source, width, kept, confidences)
+        step = self.drafting.pace.seconds.get("verify 1") if device.type == "cpu" else None
+        self._learn(source, width, kept, confidences, None if step is None else (time.perf_counter() - begun) / step)
         return [tokens[:count] for tokens, count in zip(rows, kept, strict=True)]
 
     def _drafts(self, last: torch.Tensor, indices: list[int]) -> tuple[torch.Tensor, Drafter | None, list[float]]:
@@ -444,7 +448,14 @@ class LosslessRun:
         self._learn(drafter, window.width, [len(tokens)], confidences)
         return [tokens]
 
-    def _learn(self, source: Drafter | None, width: int, kept: list[int], confidences: Sequence[float]) -> None:
+    def _learn(
+        self,
+        source: Drafter | None,
+        width: int,
+        kept: list[int],
+        confidences: Sequence[float],
+        cost: float | None = None,
+    ) -> None:
         """Rows share a window, so the shortest acceptance decides what longer windows would bring."""
         active = [row for row, on in enumerate(self.active) if on]
         passes = self.decoder.stack.num_layers + (0 if source is None else width * source.depth)
@@ -455,7 +466,7 @@ class LosslessRun:
             self.accepted[row] += kept[row] - 1
             self._sources[row] = [None if source is None else source.depth] * (kept[row] - 1) + [None]
         if source is not None:
-            source.saw(width, min(kept[row] - 1 for row in active), confidences)
+            source.saw(width, min(kept[row] - 1 for row in active), confidences, cost)
 
 
 @dataclass

@@ -5,7 +5,8 @@ tokens; if each draft is right with probability p, independently, it yields 1 + 
 
     rate(m) = (1 - p^(m+1)) / (1 - p) / (m · draft + verify(m + 1))
 
-and the depth and the length with the highest rate are drafted, none where no rate is above 1. Drafts are not equally
+and the depth and the length with the highest rate are drafted, none where no rate is above that of plain steps by a
+margin. Where windows take longer than their parts were timed to take, rates are lower by that. Drafts are not equally
 likely to be right, and the draft itself says how sure it is. How often drafts of that confidence were right is counted
 too; with the product of these shares as the chance that everything so far is right, one more draft pays while the
 chance that it counts is above what its cost would bring elsewhere: `sure · p > rate · draft`.
@@ -27,6 +28,8 @@ PAUSE = 16
 PRIOR_DRAFTS = 8.0
 # Old drafts count less: text changes its kind.
 MEMORY = 0.98
+# What a window must promise against plain steps: less is within what timing can tell.
+MARGIN = 1.05
 # Where one range of confidence ends and the next begins, and how often drafts of each are right at first sight.
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
@@ -118,6 +121,7 @@ class Drafter:
     depth: int = 0  # of its passes; 0 for drafts that cost none
     position: int = 0  # in the answer, where the next window starts
     judged: int = 0
+    drag: float = 1.0  # how much longer windows took than their parts were timed to take
     _by_place: dict[int, Share] = field(default_factory=dict, init=False)
     _by_confidence: list[Share] = field(init=False)
     _pause: int = field(default=0, init=False)
@@ -146,7 +150,7 @@ class Drafter:
     @property
     def best_rate(self) -> float:
         p = self.acceptance
-        return self.costs.rate(p, self.costs.best(p, self.longest))
+        return max(1.0, self.costs.rate(p, self.costs.best(p, self.longest)) / self.drag)
 
     def window(self) -> int:
         """How many tokens to draft now. Where drafting does not pay it pauses, and then tries a short window again."""
@@ -154,7 +158,7 @@ class Drafter:
             self._pause -= 1
             return 0
         best = self.costs.best(self.acceptance, self.longest)
-        if best > 0:
+        if best > 0 and self.best_rate > MARGIN:
             return best
         self._pause = self._next_pause
         self._next_pause = min(self._next_pause * 2, 512)
@@ -172,17 +176,25 @@ class Drafter:
         """
         return sure * self.acceptance > self.best_rate * self.costs.draft
 
-    def saw(self, drafted: int, accepted: int, confidences: Sequence[float] = ()) -> None:
-        """A window's end: drafts behind the first wrong one say nothing about the drafter."""
+    def saw(self, drafted: int, accepted: int, confidences: Sequence[float] = (), cost: float | None = None) -> None:
+        """A window's end: drafts behind the first wrong one say nothing about the drafter.
+
+        `cost` is what the whole window took, in full-depth steps, where that can be told.
+        """
         if drafted == 0:
             return
+        if cost is not None:
+            expected = drafted * self.costs.draft + self.costs.verify(drafted + 1)
+            self.drag = 0.9 * self.drag + 0.1 * min(max(cost / expected, 0.8), 2.0)
         judged = min(accepted + 1, drafted)
         self.judged += judged
         self._here().saw(judged, accepted)
         for place, confidence in enumerate(confidences[:judged]):
             self._by_confidence[bisect_right(CONFIDENCES, confidence)].saw(1, int(place < accepted))
-        if accepted == drafted:  # no loss was made, so the next try need not wait
-            self._pause, self._next_pause = 0, PAUSE
+        if accepted == drafted:  # a try that went well: the next comes soon, and at once where drafting pays by now
+            self._next_pause = PAUSE
+            if self.best_rate > MARGIN:
+                self._pause = 0
 
 
 class Drafting:
