@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 from transformers import DynamicCache
 
@@ -52,6 +53,8 @@ def test_it_is_the_shallow_pass(architecture: str, order: list[int]) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox"])
 def test_assisted_generation_says_what_generate_says(architecture: str) -> None:
     model = tiny_model(architecture)
+    if transformers.__version__ < "5.22" and any(Stack.of(model).windows):
+        pytest.skip("this release cannot take drafts back from a sliding window, whatever the assistant")
     ids = torch.tensor([PROMPTS[0]])
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5])
