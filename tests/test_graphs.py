@@ -113,19 +113,25 @@ def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytes
     assert indices == [{i} for i in range(LAYERS)]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)]
-)
-def test_products_that_share_their_input_become_one_call(
-    architecture: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products each call of our own kernels took the place of."""
+    counts: list[int] = []
     replace = gemv._replace
     monkeypatch.setattr(
         gemv,
         "_replace",
-        lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)),
+        lambda graph, products, overlap: (counts.append(len(products)), replace(graph, products, overlap)),
     )
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)]
+)
+def test_products_that_share_their_input_become_one_call(
+    architecture: str, groups: list[int], made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, plan = tiny_model(architecture, sliding_window=None).to(torch.bfloat16), plan_with(None)
     torch._dynamo.reset()
     engine = graph_engine(monkeypatch, model, plan, compile=True)
@@ -142,15 +148,8 @@ def test_gemv_without_a_gpu_is_the_plain_product() -> None:
     torch.library.opcheck(gemv.gemv, (x, weights, False))
 
 
-def test_products_with_a_few_rows_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
     """Whatever their number: the first is compiled for itself, the second makes it a symbol."""
-    made: list[int] = []
-    replace = gemv._replace
-    monkeypatch.setattr(
-        gemv,
-        "_replace",
-        lambda graph, products, overlap: (made.append(len(products)), replace(graph, products, overlap)),
-    )
     torch.manual_seed(0)
     first, second = torch.nn.Linear(256, 128, bias=True).bfloat16(), torch.nn.Linear(256, 64, bias=False).bfloat16()
     odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # no multiple of what a program reads

@@ -77,7 +77,7 @@ def demo(
     # Before either is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
     with working("warming up …"):
         for engine in (full_engine, decay_engine):
-            engine.generate([question], _warm_up_tokens(engine, new_tokens), mode=_mode(engine), do_sample=False)
+            engine.generate([question], _warm_up_tokens(engine, new_tokens), mode=engine.step_mode, do_sample=False)
     console = out_console()
     console.print(Text.assemble(("\n› ", "dim"), (question, "bold")))
     full = _answer(full_engine, question, new_tokens)
@@ -85,7 +85,7 @@ def demo(
     # In the opposite order, so that a machine that grows busier or quieter meanwhile favours neither.
     with working("timing both once more …"):
         decay_again, full_again = (
-            engine.generate([question], new_tokens, mode=_mode(engine), do_sample=False)[0]
+            engine.generate([question], new_tokens, mode=engine.step_mode, do_sample=False)[0]
             for engine in (decay_engine, full_engine)
         )
     timing = Timing((full.ms_per_token, full_again.ms_per_token), (decay.ms_per_token, decay_again.ms_per_token))
@@ -113,11 +113,6 @@ def _warm_up_tokens(engine: Engine, new_tokens: int) -> int:
     return new_tokens if engine.uses_graphs else min(_WARM_UP_STEPS, new_tokens)
 
 
-def _mode(engine: Engine) -> str:
-    """Token by token, also at full depth: what is shown is how long one takes."""
-    return "full" if engine.plan is None else "decay"
-
-
 def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
     layers = engine.stack.num_layers
     title = "depth decay: fewer and fewer layers" if engine.plan else f"full depth: {layers} layers for every token"
@@ -127,7 +122,7 @@ def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
         console.print(Rule(Text(title, style="bold"), align="left", style="dim"), soft_wrap=False)
     else:
         console.print(f"--- {title}")
-    stream = engine.stream(question, new_tokens, mode=_mode(engine), do_sample=False)
+    stream = engine.stream(question, new_tokens, mode=engine.step_mode, do_sample=False)
     stream_text(engine, stream, opt.shallowest_depth(engine, new_tokens), show_depth=True)
     return stream.result
 

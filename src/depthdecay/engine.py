@@ -225,10 +225,15 @@ class Engine:
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         return (self._decode_lossless if results[0].mode == "lossless" else self._decode)(request, results)
 
+    @property
+    def step_mode(self) -> str:
+        """Token by token: by the plan, or where there is none at full depth."""
+        return "full" if self.plan is None else "decay"
+
     def _mode(self, mode: str | None, request: Request) -> str:
         """Where none is given: by the plan, and without one the full model's answer, in windows where they can pay."""
         if mode is None:
-            mode = "decay" if self.plan is not None else "lossless" if self._suits_windows(request) else "full"
+            mode = "lossless" if self.plan is None and self._suits_windows(request) else self.step_mode
         if mode not in MODES:
             raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
         if mode == "decay" and self.plan is None:

@@ -9,6 +9,7 @@ they serve every architecture and no modelling code is touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,6 +129,13 @@ if triton is not None:
         tl.store(y_ptrs, total, mask=inside)
 
 
+def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """As many matrices as a kernel takes, the first again for those that are missing, and where each one's rows end."""
+    ends = list(accumulate(weight.shape[0] for weight in weights))
+    missing = MOST_MATRICES - len(weights)
+    return [*weights, *[weights[0]] * missing], [*ends, *[ends[-1]] * missing][: MOST_MATRICES - 1]
+
+
 @torch.library.custom_op("depthdecay::gemv", mutates_args=())
 def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
     """x (1, columns) times the transpose of each weight (rows, columns), the results side by side.
@@ -136,13 +144,12 @@ def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> tor
     """
     if not x.is_cuda:
         return torch.cat([x @ weight.t() for weight in weights], dim=1)
-    rows = [weight.shape[0] for weight in weights]
+    rows = sum(weight.shape[0] for weight in weights)
     columns = x.shape[1]
-    y = x.new_empty((1, sum(rows)))
-    padded = list(weights) + [weights[0]] * (MOST_MATRICES - len(weights))
-    ends = [sum(rows[: i + 1]) for i in range(MOST_MATRICES - 1)]
+    y = x.new_empty((1, rows))
+    padded, ends = _side_by_side(weights)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    _gemv_kernel[(sum(rows),)](
+    _gemv_kernel[(rows,)](
         x,
         *padded,
         y,
@@ -177,21 +184,20 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
     In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way.
     """
     parts = _parts(weights)
-    rows = [weight.shape[0] for weight in weights]
+    rows = sum(weight.shape[0] for weight in weights)
     count, columns = x.shape
     if not x.is_cuda:
         whole = torch.cat([x @ weight.t() for weight in weights], dim=1).float()
-        return torch.cat([whole.unsqueeze(0), whole.new_zeros((parts - 1, count, sum(rows)))])
+        return torch.cat([whole.unsqueeze(0), whole.new_zeros((parts - 1, count, rows))])
     x = x.contiguous()
-    y = torch.empty((parts, count, sum(rows)), dtype=torch.float32, device=x.device)
-    padded = list(weights) + [weights[0]] * (MOST_MATRICES - len(weights))
-    ends = [sum(rows[: i + 1]) for i in range(MOST_MATRICES - 1)]
-    _few_kernel[(sum(rows) // FEW_ROWS, parts)](
+    y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
+    padded, ends = _side_by_side(weights)
+    _few_kernel[(rows // FEW_ROWS, parts)](
         x,
         *padded,
         y,
         *ends,
-        sum(rows),
+        rows,
         count,
         columns,
         columns // parts,

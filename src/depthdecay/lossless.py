@@ -98,8 +98,6 @@ class LosslessDecoder(EagerDecoder):
         if prompt.mask is not None:
             self.mask[:, : prompt.length] = prompt.mask
         self.next_position = prompt.position_ids[:, -1:] + 1
-        if self.short_head is not None:
-            self.short_head.start(prompt.ids.flatten().tolist())
         return executed
 
     @property
@@ -269,6 +267,7 @@ class LosslessRun:
         self.decoder = decoder
         self.chain = cast(Chain, decoder)  # where it chains
         self.prompt = prompt
+        self.texts = texts
         self.last = [text[-1] for text in texts]
         self.answered = [0] * len(texts)
         self.active = [True] * len(texts)
@@ -289,6 +288,8 @@ class LosslessRun:
     def windows(self, new_tokens: int) -> Iterator[list[list[int]]]:
         """By window, the tokens that each row got; a row that was ended from outside gets no more."""
         decoder, self.new_tokens = self.decoder, new_tokens
+        if decoder.short_head is not None:
+            decoder.short_head.start(token for text in self.texts for token in text)
         with torch.no_grad():
             decoder.prefill(self.prompt)
             first = self.sampler.pick(decoder.logits, [0] * len(self.last), [])

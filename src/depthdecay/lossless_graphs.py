@@ -268,7 +268,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
                 end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1000)
-        self.pace.seconds[kind] = min(seconds)
+        self.pace.takes(kind, min(seconds))
 
     def _draft(self, bucket: int) -> None:
         """One draft behind the last one, and how sure it is."""

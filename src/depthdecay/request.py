@@ -102,13 +102,11 @@ def _lookup(value: Any, prompt_length: int) -> int:
     """Words that must stand before and now alike; a prompt of fewer tokens than the default has is no mistake."""
     if value is None or value is True:
         return LOOKUP
-    if value is False or (type(value) is int and value == 0):
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+    if not isinstance(value, int) or value < 0 or value == 1:
         raise _refuse("lookup", value, "True, False, or a number of tokens of at least 2")
     if value > prompt_length:
         raise DepthDecayError(f"lookup is {value}, but the prompt has only {prompt_length} tokens; expected fewer")
-    return value
+    return int(value)
 
 
 def _window(value: Any) -> int:

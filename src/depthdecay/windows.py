@@ -70,25 +70,36 @@ class Pace:
     """Seconds that passes take on this machine, as running means: what windows are chosen by."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # until something is timed
 
     def saw(self, kind: str, seconds: float) -> None:
         before = self.seconds.get(kind)
-        self.seconds[kind] = seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before)
+        self.takes(kind, seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before))
+
+    def takes(self, kind: str, seconds: float) -> None:
+        self.seconds[kind] = seconds
+        self._costs.clear()
 
     def costs(self, share: float, depth: int = 0) -> StepCosts:
-        """In full-depth steps; what has not been timed yet is taken from the share of bytes that it reads."""
+        """In full-depth steps; what has not been timed yet is taken from the share of bytes that it reads.
+
+        Asked at every window, while the device waits: made once for all that has been timed so far.
+        """
+        if (share, depth) not in self._costs:
+            step, draft = self.seconds.get("verify 1"), self.seconds.get(f"draft {depth}")
+            verify = [0.0, *(self._verify(tokens) for tokens in range(1, LONGEST + 2))]
+            cost = share if draft is None or step is None else draft / step
+            self._costs[share, depth] = StepCosts(cost, verify.__getitem__)
+        return self._costs[share, depth]
+
+    def _verify(self, tokens: int) -> float:
         step = self.seconds.get("verify 1")
-
-        def verify(tokens: int) -> float:
-            known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
-            if step is None or not known or tokens == 1:
-                return 1.0 + _UNTIMED * (tokens - 1)
-            nearest = min(known, key=lambda count: (abs(count - tokens), count))
-            slope = (self.seconds[f"verify {nearest}"] / step - 1) / (nearest - 1)
-            return max(1.0, 1.0 + slope * (tokens - 1))
-
-        draft = self.seconds.get(f"draft {depth}")
-        return StepCosts(share if draft is None or step is None else draft / step, verify)
+        known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
+        if step is None or not known or tokens == 1:
+            return 1.0 + _UNTIMED * (tokens - 1)
+        nearest = min(known, key=lambda count: (abs(count - tokens), count))
+        slope = (self.seconds[f"verify {nearest}"] / step - 1) / (nearest - 1)
+        return max(1.0, 1.0 + slope * (tokens - 1))
 
 
 @dataclass
@@ -126,6 +137,7 @@ class Drafter:
     _by_confidence: list[Share] = field(init=False)
     _pause: int = field(default=0, init=False)
     _next_pause: int = field(default=PAUSE, init=False)
+    _best: tuple[StepCosts, float, int] | None = field(default=None, init=False)  # for these costs and acceptance
 
     def __post_init__(self) -> None:
         self._by_confidence = [Share.at_first(value) for value in FIRST_SHARES]
@@ -147,17 +159,23 @@ class Drafter:
         """How often drafts of this confidence were right."""
         return self._by_confidence[bisect_right(CONFIDENCES, confidence)].value
 
+    def best(self) -> int:
+        """The window with the highest rate, for what is known now; sought anew only where that has changed."""
+        p = self.acceptance
+        if self._best is None or self._best[0] is not self.costs or self._best[1] != p:
+            self._best = self.costs, p, self.costs.best(p, self.longest)
+        return self._best[2]
+
     @property
     def best_rate(self) -> float:
-        p = self.acceptance
-        return max(1.0, self.costs.rate(p, self.costs.best(p, self.longest)) / self.drag)
+        return max(1.0, self.costs.rate(self.acceptance, self.best()) / self.drag)
 
     def window(self) -> int:
         """How many tokens to draft now. Where drafting does not pay it pauses, and then tries a short window again."""
         if self._pause > 0:
             self._pause -= 1
             return 0
-        best = self.costs.best(self.acceptance, self.longest)
+        best = self.best()
         if best > 0 and self.best_rate > MARGIN:
             return best
         self._pause = self._next_pause
@@ -216,7 +234,7 @@ class Drafting:
         return self._chosen is not None and self._chosen.is_pausing
 
     def found(self, position: int) -> Drafter:
-        self.lookup.costs = StepCosts(0.0, self.pace.costs(1.0).verify)
+        self.lookup.costs = self.pace.costs(0.0)
         self.lookup.position = position
         return self.lookup
 

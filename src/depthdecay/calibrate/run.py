@@ -207,7 +207,7 @@ class Calibration:
         """Prompts of other kinds than the user's: maps that have seen one kind of text only ruin all others."""
         limit = self.stack.context_limit()
         return variety(
-            int(self.settings.variety * min(self._fitted(own), self.settings.fit_prompts)),
+            int(self.settings.variety * self._fitted(own)),
             tokenizer,
             vocabulary=self.stack.model.get_input_embeddings().weight.shape[0],
             longest=None if limit is None else limit - self.settings.new_tokens,

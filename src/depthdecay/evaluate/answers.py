@@ -127,7 +127,7 @@ class Answerer:
             results = engine.generate(
                 prompts + [prompts[-1]] * missing,
                 questions.max_new_tokens,
-                mode=mode or ("full" if engine.plan is None else "decay"),
+                mode=mode or engine.step_mode,
                 eos_token_id=self.end_tokens,
                 stop=[],
                 **PLAIN_GREEDY,

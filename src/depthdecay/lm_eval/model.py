@@ -57,7 +57,7 @@ class DepthDecayLM(HFLM):
             super().__init__(loaded.model, backend="causal", tokenizer=loaded.tokenizer, **settings)
         if loaded.source == "hub":
             self.pretrained = loaded.name  # lm-eval looks up its commit
-        self.mode = mode or ("full" if self.engine.plan is None else "decay")
+        self.mode = mode or self.engine.step_mode
         self.generated_tokens = self.layers_executed = 0
         self._warned = False
 
