@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from conftest import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.bench_lossless import run_lossless_bench
+from depthdecay.bench_lossless import _difference, run_lossless_bench
 from depthdecay.errors import DepthDecayError
 
 
@@ -40,7 +41,25 @@ def test_every_method_is_held_against_full_depth(monkeypatch: pytest.MonkeyPatch
     plain = type(model).generate
     monkeypatch.setattr(type(model), "generate", wrong)
     report = run_lossless_bench(model, None, "tiny", PROMPTS, {}, new_tokens=12, peers=["generate"])
-    assert report.lossless_rows[-1].answers_that_differ == len(PROMPTS)
+    wrong_row = report.lossless_rows[-1]
+    assert wrong_row.answers_that_differ == len(PROMPTS)
+    assert [found.prompt for found in wrong_row.differences] == list(range(len(PROMPTS)))
+
+
+def test_a_difference_is_told_with_its_margin() -> None:
+    model = tiny_model("llama")
+    ids = PROMPTS[0]
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :].tolist()
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + expected[:3]])).logits[0, -1]
+    best, second = logits.topk(2)[1].tolist()
+    assert best == expected[3]
+    (found,) = _difference(model, 7, ids, expected, [*expected[:3], second, 0])
+    assert (found.prompt, found.token) == (7, 3)
+    assert found.margin == pytest.approx(float(logits[best] - logits[second]), abs=1e-4)
+    assert 0 < found.spacing < 1e-5
+    assert found.as_close >= 1 / 6
+    assert _difference(model, 7, ids, expected, expected[:3]) == []
 
 
 def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
@@ -61,3 +80,6 @@ def test_slow_peers_run_on_some_prompts_only() -> None:
     )
     assert set(prompts.values()) == {1}
     assert all(row.speedup is not None for row in report.lossless_rows)
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, plans, new_tokens=6, peers=["generate"], compared=0)
+    assert [row.method for row in report.lossless_rows] == ["full", "lossless, two", "lossless, two and lookup"]
+    assert all(row.speedup is not None and row.prompts == len(PROMPTS) for row in report.lossless_rows)

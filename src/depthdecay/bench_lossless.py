@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,21 @@ PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 
 
 @dataclass
+class Difference:
+    """Where an answer leaves full depth's, and by how little full depth had decided there.
+
+    The margin is between the two tokens' logits, in a plain pass of the model over the text that both share. `as_close`
+    is the share of that answer's tokens that win over the second best by no more.
+    """
+
+    prompt: int
+    token: int
+    margin: float
+    spacing: float  # of the number type at logits of this size: what one rounding can move
+    as_close: float
+
+
+@dataclass
 class LosslessRow:
     """One way to decode over all prompts. Seconds are of decoding; transformers' include the prompt's pass."""
 
@@ -39,7 +55,7 @@ class LosslessRow:
     passes_per_token: float | None = None  # layer passes, in full-depth steps; its inverse is the ideal speed-up
     realised: float | None = None
     answers_that_differ: int = 0  # from full depth
-    first_differences: list[int] = field(default_factory=list)  # by answer, the place of the first token that differs
+    differences: list[Difference] = field(default_factory=list)
     error: str | None = None
     _verifications: int = 0
     _passes: float = 0.0
@@ -73,7 +89,7 @@ def run_lossless_bench(
     """Every prompt by every method in turns: what a machine does meanwhile falls on all of them alike.
 
     Plans are drafters by label; each runs with and without lookup in the text before. Full depth and the last drafter
-    run on all prompts, all others, some of which are far slower, on the first `compared`.
+    run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     """
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
@@ -93,9 +109,11 @@ def run_lossless_bench(
         ways[f"transformers {peer}"] = lambda ids, p=peer: _transformers(  # type: ignore[misc]
             model, tokenizer, ids, new_tokens, p, assistant
         )
-    rows = {method: LosslessRow(method) for method in ways}
     best = f"lossless, {next(reversed(plans), None)}"
-    main = (best, f"{best} and lookup")
+    main = ("full", best, f"{best} and lookup")
+    if compared == 0:
+        ways = {method: way for method, way in ways.items() if method in main}
+    rows = {method: LosslessRow(method) for method in ways}
     full_alone = LosslessRow("full")  # on the prompts that all methods share
     for method, way in ways.items():
         progress(f"warming up {method}")
@@ -107,19 +125,21 @@ def run_lossless_bench(
         expected: list[int] = []
         for method, way in ways.items():
             row = rows[method]
-            is_main = method == "full" or method in main
-            if row.error is not None or (compared is not None and number >= compared and not is_main):
+            if row.error is not None or (compared is not None and number >= compared and method not in main):
                 continue
             progress(f"prompt {number + 1} of {len(prompts)}: {method}")
             tokens, seconds, result = way(list(prompt))
             if method == "full":
                 expected = tokens
-            _add(row, tokens, seconds, result, expected)
+            _add(row, tokens, seconds, result)
+            if tokens != expected:
+                row.answers_that_differ += 1
+                row.differences += _difference(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
-                _add(full_alone, tokens, seconds, result, expected)
+                _add(full_alone, tokens, seconds, result)
     _finish(full_alone, full_alone)
     for method, row in rows.items():
-        row.prompts = len(prompts) if compared is None or method == "full" or method in main else compared
+        row.prompts = len(prompts) if compared is None or method in main else compared
         _finish(row, rows["full"] if row.prompts == len(prompts) else full_alone)
     settings = {
         "prompts": len(prompts),
@@ -160,13 +180,23 @@ def _transformers(
     return output[0, len(ids) :].tolist(), time.perf_counter() - started, None
 
 
-def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None, expected: list[int]) -> None:
+@torch.no_grad()
+def _difference(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Difference]:
+    place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
+    if place is None:  # one is the beginning of the other
+        return []
+    output = model(torch.tensor([ids + expected], device=model.device), logits_to_keep=len(expected) + 1)
+    logits = output.logits[0, :-1].float()
+    best, second = logits.topk(2).values.unbind(-1)
+    margin = float(logits[place, expected[place]] - logits[place, tokens[place]])
+    spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(float(best[place])), 1e-30)))
+    as_close = float((best - second <= abs(margin)).float().mean())
+    return [Difference(number, place, round(margin, 5), spacing, round(as_close, 5))]
+
+
+def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None) -> None:
     row.tokens += len(tokens) - (result is not None)  # our first token comes with the prompt, which is not timed
     row.seconds += seconds
-    if tokens != expected:
-        row.answers_that_differ += 1
-        pairs = enumerate(zip(tokens, expected, strict=False))
-        row.first_differences.append(next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected))))
     if result is not None and result.mode == "lossless":
         row.drafted += result.drafted
         row.accepted += result.accepted

@@ -53,7 +53,8 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts of the file.", rich_help_panel=_PANEL)] = 20,
     compared: Annotated[
-        int | None, typer.Option(help="Prompts for the peers, which are slower; all.", rich_help_panel=_PANEL)
+        int | None,
+        typer.Option(help="Prompts for the peers, which are slower; 0 leaves them out.", rich_help_panel=_PANEL),
     ] = None,
     assistant: Annotated[
         str | None, typer.Option(help="A smaller model for transformers' assisted generation.", rich_help_panel=_PANEL)
@@ -244,7 +245,7 @@ def _bench_lossless(
     """Drafters: layers by guess, the plan's ladder without its maps, and the plan as it is."""
     whole_number("--limit", limit, 1)
     if compared is not None:
-        whole_number("--compared", compared, 1)
+        whole_number("--compared", compared, 0)
     whole_number("--new-tokens", new_tokens, 2)
     stored = plan_options.load()
     with working("preparing …", lasting=True) as say:
@@ -305,6 +306,14 @@ def _bench_lossless(
         )
     console = Console()
     console.print(table)
+    for row in report.lossless_rows:
+        if row.differences and row.method.startswith("lossless"):
+            widest = max(row.differences, key=lambda difference: abs(difference.margin))
+            console.print(
+                f"{row.method}: where answers part, the two tokens' logits are at most {abs(widest.margin):.3g} apart "
+                f"(one rounding is {widest.spacing:.3g})",
+                highlight=False,
+            )
     console.print(
         "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers "
         "that are not full depth's, as in 16 bits where two tokens tie.[/]"
