@@ -508,6 +508,7 @@ def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:
     assert alone.elsewhere is None
     others = mixed.fit.prompts - alone.fit.prompts + mixed.select.prompts - alone.select.prompts
     assert others + mixed.elsewhere.prompts == int(0.5 * alone.fit.prompts)
+    assert mixed.select.prompts == alone.select.prompts  # other kinds have no say in what is chosen
     # The promise is about the user's own text.
     assert mixed.held_out.prompts == alone.held_out.prompts
     figures = mixed.make(Goal(speedup=1.2)).figures

@@ -183,13 +183,14 @@ class Calibration:
         own, rest = texts[: len(split.calibration)], texts[len(split.calibration) :]
         held_out, more = rest[: len(split.held_out)], rest[len(split.held_out) :]
         self.settings = self._within_texts([*own, *held_out])
-        # Of the other kinds, too, some are fitted on, some chosen by and some held out.
+        # Of the other kinds some are held out, the rest are fitted on. Choices go by the user's own texts alone: other
+        # kinds lose several times as much, and would outvote them.
         elsewhere, more = more[: len(more) // 6], more[len(more) // 6 :]
-        fit, share = self._fitted(len(own)), self._fitted(len(more)) if more else 0
+        fit = self._fitted(len(own))
         seen = {token for text in (*own, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
-        self.fit = self._record([*own[:fit], *more[:share]], "reading calibration texts")
-        self.select = self._record([*own[fit:], *more[share:]], "reading texts to choose by")
+        self.fit = self._record([*own[:fit], *more], "reading calibration texts")
+        self.select = self._record(own[fit:], "reading texts to choose by")
         self.held_out = self._record(held_out, "reading held-out texts")
         self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
         self.influence = block_influence(self.select)
