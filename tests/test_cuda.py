@@ -11,7 +11,7 @@ from reference import reference_tokens
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import graphs
+from depthdecay import attend, graphs
 from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
 
 pytestmark = [
@@ -228,6 +228,35 @@ def test_few_rows_are_exact_up_to_rounding(columns: int, rows: list[int], count:
     exact = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
     got = torch.ops.depthdecay.few(x, weights, False).sum(0).double()
     assert float((got - exact).norm() / exact.norm()) < 1e-5
+
+
+def attended(tokens: int, positions: int, filled: int, heads: int = 12, groups: int = 2, batch: int = 1) -> Any:
+    """Inputs whose values do not depend on how many of them are asked for."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((16, batch, heads, 128), generator=generator)[:tokens].permute(1, 2, 0, 3)
+    key, value = (torch.randn((1024, batch, groups, 128), generator=generator)[:positions] for _ in "kv")
+    mask = torch.arange(positions) <= filled - 1 + torch.arange(tokens).unsqueeze(1)
+    states = [state.cuda().to(torch.bfloat16) for state in (query, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))]
+    return *states, mask.expand(batch, 1, tokens, positions).cuda()
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (32, 32), (8, 1)])
+@pytest.mark.parametrize(("tokens", "positions", "filled"), [(1, 384, 300), (5, 130, 100), (16, 1024, 1)])
+def test_our_attention_is_exact_up_to_rounding(
+    heads: int, groups: int, tokens: int, positions: int, filled: int
+) -> None:
+    query, key, value, mask = attended(tokens, positions, filled, heads, groups, batch=2)
+    exact = attend._reference(query.double(), key.double(), value.double(), mask, 0.1)
+    got = attend.attend(query, key, value, mask, 0.1, False)
+    assert float((got.double() - exact.double()).norm() / exact.double().norm()) < 5e-3
+
+
+def test_attention_has_the_same_bits_for_one_token_and_for_several() -> None:
+    several = attend.attend(*attended(5, 384, 300), 0.1, True)
+    for token in range(5):
+        query, key, value, mask = attended(5, 512, 300)
+        alone = attend.attend(query[:, :, token : token + 1], key, value, mask[:, :, token : token + 1], 0.1, True)
+        assert torch.equal(alone[:, 0], several[:, token])
 
 
 @pytest.mark.parametrize("compile", [False, True])

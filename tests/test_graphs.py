@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from reference import decoder_layers, reference_tokens
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import gemv, graphs
+from depthdecay import attend, attention, gemv, graphs, overlap
 from depthdecay.cache import bucket_for
 from depthdecay.errors import DepthDecayError
 from depthdecay.request import prepare_request
@@ -66,6 +67,25 @@ def test_buckets_and_device_clock_give_the_same_text(
     assert [r.token_ids for r in again] == [tokens[:20] for tokens, _ in expected]
     single = engine.generate(PROMPTS[:1], max_new_tokens=24)
     assert single[0].token_ids == expected[0][0]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_our_attention_gives_the_same_text(architecture: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compile and architecture not in ("llama", "gemma3_text"):
+        pytest.skip("compiling takes long; one plain kind of layer and one mixed kind show it")
+    model, plan = tiny_model(architecture), plan_with(None)
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr(attention, "can_attend", lambda query, key, value, mask: mask is not None and mask.dim() == 4)
+    taken: list[int] = []
+    plain = attend._reference
+    monkeypatch.setattr(attend, "_reference", lambda *args: (taken.append(1), plain(*args))[1])
+    attention.stepwise.cache_clear()
+    torch._dynamo.reset()
+    engine = graph_engine(monkeypatch, model, plan, compile)
+    result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
+    assert (result.token_ids, result.depths) == reference_tokens(model, plan, PROMPTS[0], 24)
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None  # left to transformers
+    assert bool(taken) == (model.config._attn_implementation == "sdpa" and not capped)
 
 
 def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +232,21 @@ def test_buckets_cover_the_text_and_waste_little() -> None:
         assert bucket - filled < max(128, filled / 8 + 1)
         before = bucket
     assert len({bucket_for(n) for n in range(1, 32769)}) < 60
+
+
+def test_generated_kernels_wait_before_their_first_access() -> None:
+    kernel_class = pytest.importorskip("torch._inductor.codegen.triton").TritonKernel
+    original = kernel_class._handle_pdl_before_access
+    loops = SimpleNamespace(is_loop=True)
+    for inside_loop, place in ((False, "loads"), (True, "body")):
+        buffers = {name: SimpleNamespace(lines=[]) for name in ("loads", "body")}
+        for buffer in buffers.values():
+            buffer.writeline = buffer.lines.append
+        kernel = SimpleNamespace(
+            inside_reduction=inside_loop, range_trees=[loops], body=buffers["body"], GDC_WAIT=kernel_class.GDC_WAIT
+        )
+        kernel._enable_pdl_codegen = lambda: True
+        with overlap.waiting_first():
+            kernel_class._handle_pdl_before_access(kernel, buffers["loads"], "a weight that no kernel wrote")
+        assert {name: len(buffer.lines) for name, buffer in buffers.items() if buffer.lines} == {place: 1}
+    assert kernel_class._handle_pdl_before_access is original

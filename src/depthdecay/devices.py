@@ -73,3 +73,10 @@ def free_bytes(device: torch.device) -> float:
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return math.inf
+
+
+def overlaps_kernels() -> bool:
+    """Whether a kernel can start before the one ahead of it has ended (programmatic dependent launch)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from .attention import grouped_steps
+from .attention import attention_in_steps
 from .cache import OneLayer, PlannedCache, bucket_for
 from .decoding import EagerDecoder, Prompt
+from .devices import overlaps_kernels
 from .errors import one_line
+from .overlap import can_wait_first, waiting_first
 from .plan import Plan
 from .repairs import Repairs, repaired
 from .stack import LayerPass, Stack, replaced
@@ -26,16 +28,11 @@ class _Graph:
 
 
 def inductor_options(few: bool = False) -> dict[str, Any]:
-    """How layers are compiled: our own kernels for products with one row, or a few.
-
-    These may start before the kernel ahead of them has ended, and wait before they read what it wrote. inductor's own
-    would overlap too, but wait only for the node ahead of them, which may be one that runs nothing (a concatenation
-    in place): then they read what is still being written. Seen as logits that differed from run to run.
-    """
+    """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
     from .gemv import GemvPass
 
-    overlap = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"post_grad_custom_pre_pass": GemvPass(overlap, few), "triton.enable_pdl": False}
+    overlap = overlaps_kernels()
+    return {"post_grad_custom_pre_pass": GemvPass(overlap, few), "triton.enable_pdl": overlap and can_wait_first()}
 
 
 @dataclass
@@ -117,11 +114,9 @@ class OnDevice:
     def _decoding_layout(self, bucket: int) -> Iterator[None]:
         """Passes inside go by the device's clock, over the first `bucket` positions."""
         optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
-        # Plain layers would copy keys and values for every head; compiled ones keep what they were measured with.
-        attention = grouped_steps(self.stack.model.config) if self.compiled is None else contextlib.nullcontext()
         self.cache.on_device(self.position, bucket)
         try:
-            with optimise(), attention:
+            with optimise(), attention_in_steps(self.stack.model.config):
                 yield
         finally:
             self.cache.on_device(None)
@@ -139,6 +134,7 @@ class OnDevice:
                         undo.enter_context(replaced(module, "layer_idx", 0))
             # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
             undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            undo.enter_context(waiting_first())
             plain = self.layer_pass.repairs
             self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache, few)
             self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
