@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
 from depthdecay import attend, graphs
+from depthdecay.ladder import runs_of
+from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs
 from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
 
 pytestmark = [
@@ -203,13 +206,14 @@ def test_a_model_on_two_gpus_runs_eagerly() -> None:
     assert [r.token_ids for r in engine.generate(PROMPTS, max_new_tokens=12)] == expected
 
 
-def wide_model() -> Any:
+def wide_model(**more: Any) -> Any:
     """A bf16 model with Qwen2.5-1.5B's kinds of matrices, a quarter of its layers and a small vocabulary."""
     changes = {
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_attention_heads": 12,
         "max_position_embeddings": 1024,
+        **more,
     }
     model = tiny_model("qwen2", use_sliding_window=False, **changes).cuda()
     with torch.no_grad():
@@ -343,3 +347,33 @@ def test_lossless_graphs_say_what_full_depth_says(
             full = [r.token_ids for r in engine.generate(prompts, 40, mode="full", eos_token_id=None, **settings)]
             lossless = engine.generate(prompts, 40, mode="lossless", eos_token_id=None, **settings)
             assert [r.token_ids for r in lossless] == full
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compile", [False, True])
+def test_lossless_with_maps_and_a_short_head_in_16_bits(compile: bool, tmp_path: Any) -> None:
+    """All of it as on a real model: maps of several sizes, a reduced vocabulary for drafts, kernels for few rows."""
+    model = wide_model(vocab_size=32768)
+    torch.manual_seed(0)
+    order = [3, 4, 1, 6]
+    plan = dd.Plan.for_speedup(LAYERS, 1.5, over_tokens=64, drop_order=order)
+    maps = {}
+    for depth in range(LAYERS - len(order), LAYERS):
+        made = []
+        for start, end in runs_of(plan.dropped(depth)):
+            neurons = 128 * (end - start)
+            shapes = [(256, 1536), (1536, 256), (1536,), (neurons, 1536), (neurons, 1536), (1536, neurons)]
+            made.append(Repair(start, end, *(torch.randn(shape) * 0.01 for shape in shapes)))
+        maps[depth] = tuple(made)
+    Repairs(maps, torch.arange(20000, 20100)).save(tmp_path / REPAIRS_FILE)
+    replace(plan, repairs=REPAIRS_FILE).save(tmp_path)
+    engine = dd.Engine(model, plan=dd.Plan.load(tmp_path), compile=compile)
+    assert engine._prepared_drafting() is not None
+    for prompt in PROMPTS:
+        full = engine.generate([prompt], 200, mode="full", eos_token_id=None)[0].token_ids
+        result = engine.generate([prompt], 200, mode="lossless", eos_token_id=None)[0]
+        assert result.drafted > 0
+        place = next((i for i, (a, b) in enumerate(zip(full, result.token_ids, strict=True)) if a != b), None)
+        if place is not None:  # a tie in 16 bits, or a fault
+            logits = model(torch.tensor([prompt + full[:place]]).cuda()).logits[0, -1].float()
+            assert float(logits.max() - logits[result.token_ids[place]]) < 0.05

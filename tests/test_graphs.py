@@ -16,6 +16,7 @@ import depthdecay as dd
 from depthdecay import attend, attention, gemv, graphs, overlap
 from depthdecay.cache import bucket_for
 from depthdecay.errors import DepthDecayError
+from depthdecay.repairs import Repair
 from depthdecay.request import prepare_request
 
 
@@ -232,6 +233,19 @@ def test_buckets_cover_the_text_and_waste_little() -> None:
         assert bucket - filled < max(128, filled / 8 + 1)
         before = bucket
     assert len({bucket_for(n) for n in range(1, 32769)}) < 60
+
+
+def test_compiled_maps_of_every_size_say_what_plain_ones_do(made: list[int]) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    compiled = graphs.CompiledLayers()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        for neurons in (64, 128, 0, 192, 64):
+            shapes = [(32, 48), (48, 32), (48,)] + ([(neurons, 48), (neurons, 48), (48, neurons)] if neurons else [])
+            repair = Repair(0, 1, *(torch.randn(shape, dtype=torch.bfloat16) * 0.1 for shape in shapes))
+            hidden = torch.randn((1, 1, 48), dtype=torch.bfloat16)
+            torch.testing.assert_close(compiled.repair(repair)(hidden), repair(hidden), atol=0.05, rtol=0.05)
+    assert made == [3, 1, 1] * 2 + [1, 1] + [3, 1, 1]  # our kernels in each of the four shapes
 
 
 def test_generated_kernels_wait_before_their_first_access() -> None:

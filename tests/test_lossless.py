@@ -240,6 +240,35 @@ def test_lookup_is_used_and_can_be_switched_off() -> None:
         assert (0 in result.draft_depths) <= lookup
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_rows_of_a_batch_look_up_in_their_own_texts(architecture: str) -> None:
+    model = tiny_model(architecture)
+    engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3]))
+    looping = [[7, 8, 9, 10, 11, 12] * 4, [20, 21, 22] * 5, PROMPTS[0]]
+    expected = token_ids(engine, "full", looping, 80, eos_token_id=None)
+    found = 0
+    for lookup in (True, False):
+        results = engine.generate(looping, 80, mode="lossless", lookup=lookup, eos_token_id=None)
+        assert [result.token_ids for result in results] == expected
+        assert all(result.accepted <= result.drafted for result in results)
+        drafted = [sum(depth == 0 for depth in result.draft_depths) for result in results]
+        assert sum(drafted) == 0 or lookup
+        found += sum(drafted)
+    assert found > 0
+
+
+def test_lookup_for_some_rows_is_weighed_against_drafts_for_all() -> None:
+    drafting = Drafting(10, {5: 0.5})
+    assert drafting.lookup_pays(0, 1.0)
+    drafting.lookup.saw(40, 38)
+    assert drafting.lookup_pays(0, 0.5)
+    assert not drafting.lookup_pays(0, 0.01)
+    for _ in range(40):
+        drafting.by_depth[5].saw(5, 5)
+    drafting.choose(0)
+    assert not drafting.lookup_pays(0, 0.08)
+
+
 def test_costs_come_from_what_was_timed() -> None:
     pace = Pace()
     assert pace.costs(0.7, 6).draft == 0.7

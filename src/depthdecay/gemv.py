@@ -274,7 +274,8 @@ def _weight_of(node: fx.Node, few: bool = True) -> fx.Node | None:
     value, vector = weight.meta["val"], _vector_of(node).meta["val"]
     is_transpose = list(transposed.args[1]) == [1, 0]  # type: ignore[arg-type]
     half = value.dtype in (torch.bfloat16, torch.float16) and vector.dtype == value.dtype
-    if not (is_transpose and half and vector.dim() == 2 and value.is_contiguous()):
+    known = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    if not (is_transpose and half and known and vector.dim() == 2 and value.is_contiguous()):
         return None
     if _is_one(vector):
         return weight

@@ -43,9 +43,9 @@ class CompiledLayers:
     _repaired: Any = None
 
     def repair(self, repair: Any) -> Any:
-        """A repair map as one compiled function that all maps share."""
+        """A repair map as one compiled function that all maps share, for each of their few shapes."""
         if self._repaired is None:
-            self._repaired = torch.compile(repaired, options=inductor_options())
+            self._repaired = torch.compile(repaired, dynamic=False, options=inductor_options())
         return lambda hidden: self._repaired(hidden, *repair.parts)
 
     def runner(self, stack: Stack, cache: PlannedCache, few: bool = False) -> Any:

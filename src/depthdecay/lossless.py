@@ -272,7 +272,7 @@ class LosslessRun:
         self.answered = [0] * len(texts)
         self.active = [True] * len(texts)
         self.sampler = RowSampler(sampler)
-        self.before = Lookup(texts[0], lookup) if lookup and len(texts) == 1 else None
+        self.before = [Lookup(text, lookup) for text in texts] if lookup else []
         self.drafting = drafting
         self.longest = min(window, decoder.longest)
         self._ahead = False  # a plain step is on the way behind the one that is waited for
@@ -314,8 +314,8 @@ class LosslessRun:
                 self.last[row] = tokens[-1]
             self.answered[row] += len(tokens)
             self.sampler.record(row, tokens)
-            if self.before is not None:
-                self.before.add(tokens)
+            if self.before:
+                self.before[row].add(tokens)
             if self.decoder.short_head is not None:
                 self.decoder.short_head.add(tokens)
             if self.answered[row] >= self.new_tokens:
@@ -332,12 +332,20 @@ class LosslessRun:
         left = max(self.new_tokens - count for count, on in zip(self.answered, self.active, strict=True) if on)
         return min(left - 1, self.longest)
 
-    def _looked_up(self) -> list[int]:
-        """Drafts that cost no pass, where the text before has some and they pay."""
-        if self.before is None or self._most < 1:
-            return []
-        again = self.before.after(self._most)
-        return again[: self.drafting.found(self._position).window()] if again else []
+    def _looked_up(self) -> list[list[int]]:
+        """By row, drafts that cost no pass: what followed the same words before. None at all where that does not pay.
+
+        Rows that find nothing get a token of the verification all the same, and no draft.
+        """
+        nothing: list[list[int]] = [[] for _ in self.texts]
+        if not self.before or self._most < 1:
+            return nothing
+        found = [text.after(self._most) if on else [] for text, on in zip(self.before, self.active, strict=True)]
+        share = sum(map(bool, found)) / sum(self.active)
+        if share == 0 or not self.drafting.lookup_pays(self._position, share):
+            return nothing
+        width = self.drafting.found(self._position).window()
+        return [drafts[:width] for drafts in found]
 
     def _window(self) -> list[list[int]]:
         """A window in the common way: any number of rows, any sampling, any device."""
@@ -346,24 +354,28 @@ class LosslessRun:
         last = torch.tensor([[token] for token in self.last], device=device)
         indices = [count - 1 for count in self.answered]
         again = self._looked_up()
-        source: Drafter | None = self.drafting.lookup if again else None
+        width = max(map(len, again))
+        source: Drafter | None = self.drafting.lookup if width else None
         confidences: list[float] = []
-        drafts = torch.tensor([again], device=device, dtype=torch.long) if again else last[:, :0]
-        if not again and self._most > 0:
+        filled = [row + [0] * (width - len(row)) for row in again]
+        drafts = torch.tensor(filled, device=device, dtype=torch.long)
+        widths = [len(row) for row in again]
+        if width == 0 and self._most > 0:
             drafts, source, confidences = self._drafts(last, indices)
-        width = drafts.shape[1]
+            width = drafts.shape[1]
+            widths = [width] * len(again)
         started = time.perf_counter()
         said = decoder.verify(self.sampler, last, drafts, indices)
         rows = said.tolist()  # waits for the device, once a window
-        if device.type == "cpu" or not width or again:  # else the drafts' own time is in it
+        if device.type == "cpu" or not width or source is self.drafting.lookup:  # else the drafts' own time is in it
             self.drafting.pace.saw(f"verify {width + 1}", time.perf_counter() - started)
         right = (drafts == said[:, :width]).long().cumprod(1).sum(1).tolist() if width else [0] * len(rows)
-        kept = [right[row] + 1 if self.active[row] else 1 for row in range(len(rows))]
+        kept = [min(right[row], widths[row]) + 1 if self.active[row] else 1 for row in range(len(rows))]
         most = max(kept)
         kept = [kept[row] if self.active[row] else most for row in range(len(rows))]
         decoder.keep(kept, self.active, decoder.longest + 1)
         step = self.drafting.pace.seconds.get("verify 1") if device.type == "cpu" else None
-        self._learn(source, width, kept, confidences, None if step is None else (time.perf_counter() - begun) / step)
+        self._learn(source, widths, kept, confidences, None if step is None else (time.perf_counter() - begun) / step)
         return [tokens[:count] for tokens, count in zip(rows, kept, strict=True)]
 
     def _drafts(self, last: torch.Tensor, indices: list[int]) -> tuple[torch.Tensor, Drafter | None, list[float]]:
@@ -398,7 +410,7 @@ class LosslessRun:
             drafter.window()
             self._ahead = self._goes_ahead()
             return Chained(None, 0, launched=True)
-        again = self._looked_up()
+        (again,) = self._looked_up()
         if again:
             chain.offer(again)
             chain.launch(len(again))
@@ -416,7 +428,7 @@ class LosslessRun:
 
     def _goes_ahead(self) -> bool:
         """Start one more plain step, where the next window will be one too."""
-        finds = self.before is not None and bool(self.before.after(1))
+        finds = any(text.after(1) for text in self.before)
         if finds or self._most < 1 or not self.drafting.pauses:
             return False
         self.chain.launch(0)
@@ -446,28 +458,31 @@ class LosslessRun:
             return self._window()
         tokens = chain.collect()
         confidences = [chain.confidence(step) for step in range(window.width)] if not window.launched else []
-        self._learn(drafter, window.width, [len(tokens)], confidences)
+        self._learn(drafter, [window.width], [len(tokens)], confidences)
         return [tokens]
 
     def _learn(
         self,
         source: Drafter | None,
-        width: int,
+        widths: list[int],
         kept: list[int],
         confidences: Sequence[float],
         cost: float | None = None,
     ) -> None:
-        """Rows share a window, so the shortest acceptance decides what longer windows would bring."""
+        """Account for a window, and tell its drafter what became of the drafts."""
         active = [row for row, on in enumerate(self.active) if on]
-        passes = self.decoder.stack.num_layers + (0 if source is None else width * source.depth)
+        passes = self.decoder.stack.num_layers + (0 if source is None else max(widths) * source.depth)
         for row in active:
             self.verifications[row] += 1
             self.layer_passes[row] += passes
-            self.drafted[row] += width
+            self.drafted[row] += widths[row]
             self.accepted[row] += kept[row] - 1
             self._sources[row] = [None if source is None else source.depth] * (kept[row] - 1) + [None]
-        if source is not None:
-            source.saw(width, min(kept[row] - 1 for row in active), confidences, cost)
+        if source is self.drafting.lookup and len(self.texts) > 1:
+            for row in active:
+                source.saw(widths[row], kept[row] - 1)
+        elif source is not None:  # rows share a window, so the shortest acceptance decides what longer ones would bring
+            source.saw(max(widths), min(kept[row] - 1 for row in active), confidences, cost)
 
 
 @dataclass

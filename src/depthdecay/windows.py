@@ -238,6 +238,15 @@ class Drafting:
         self.lookup.position = position
         return self.lookup
 
+    def lookup_pays(self, position: int, share: float) -> bool:
+        """Whether drafts for a share of the rows, at no cost, bring more than drafts by layers for all of them."""
+        if share == 1:
+            return True
+        lookup = self.found(position)
+        drafts, p = lookup.best(), lookup.acceptance
+        rate = (share * expected_tokens(p, drafts) + 1 - share) / lookup.costs.verify(drafts + 1)
+        return rate > max(MARGIN, *(drafter.best_rate for drafter in self.by_depth.values()))
+
     def choose(self, position: int) -> Drafter:
         """The drafter with the highest rate; first those that might turn out to have it, and now and then another."""
         self._chosen = self._choose(position)
