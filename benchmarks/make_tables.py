@@ -242,6 +242,8 @@ def digits(value: float) -> str:
 
 def asked(result: Result) -> str:
     promise = result["promise"]
+    if result.get("drafting"):
+        return f"to draft with: {result['drafting']['speedup']:.2f}x expected"
     if promise["budget"] is None:
         return f"{promise['asked_speedup']:g}x"
     return f"{'KL' if bounds_kl(result) else 'disagreement'} up to {promise['budget']:g}"

@@ -14,9 +14,10 @@ import torch
 from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.budget import Costs, cost_speedup, plan_at_speedup
+from depthdecay.budget import Costs, cost_speedup, drafter_of, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
+from depthdecay.calibrate.draft import expected
 from depthdecay.calibrate.fit import Moments, Trace, fit_plan
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
@@ -352,6 +353,34 @@ def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
     held = {tuple(row) for batch in run.held_out.batches for row in batch.inputs.tolist()}
     fitted = {tuple(row) for part in (run.fit, run.select) for batch in part.batches for row in batch.inputs.tolist()}
     assert not held & fitted
+
+
+def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    made = run.make(Goal(lossless=True))
+    rates = [found["speedup"] for found in made.figures["tried"]]
+    chosen = made.figures["drafting"]
+    best = max(made.figures["tried"], key=lambda found: found["speedup"])
+    assert (chosen["depth"], chosen["cost"]) == (best["depth"], best["cost"])
+    assert max(rates) > min(rates)
+    assert best["acceptance"] == pytest.approx(
+        Simulator(run.select).measure(made.plan, made.repairs.only({best["depth"]})).agreement
+    )
+    assert chosen["acceptance"] == made.figures["repaired"]["agreement"]  # what is told is of held-out text
+    assert expected(5, 1.0, 0.5).speedup > 1.0 > expected(5, 0.2, 0.5).speedup
+    made.save(tmp_path)
+    plan = dd.Plan.load(tmp_path)
+    engine = dd.Engine(model, plan=plan)
+    assert set(engine._prepared_drafting().by_depth) == set(made.repairs.at_depth)
+    for prompt in token_prompts()[:3]:
+        full, lossless = (engine.generate([prompt], 30, mode=m, eos_token_id=None)[0] for m in ("full", "lossless"))
+        assert lossless.token_ids == full.token_ids
+    assert drafter_of(plan) == plan
+    made.save(tmp_path / "lossless")
+    assert drafter_of(dd.Plan.load(tmp_path)).folder == tmp_path / "lossless"
+    with pytest.raises(DepthDecayError, match="give one of"):
+        Goal(lossless=True, speedup=1.2)
 
 
 def test_a_budget_is_kept_with_its_bound_or_refused(tmp_path: Path) -> None:

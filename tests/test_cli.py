@@ -477,12 +477,12 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "plan")
     arguments = ("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST)
-    result = run(*arguments, "--speedup", "1.2", "--also", "1.1")
+    result = run(*arguments, "--speedup", "1.2", "--also", "1.1", "--lossless")
     assert result.exit_code == 0, result.output
     assert "held out: KL" in result.stdout
     assert "promise" not in result.stdout  # a speed-up was asked for, no quality
     files = {file.name for file in (tmp_path / "plan").iterdir()}
-    assert files == {"plan.json", "repairs.safetensors", "calibration.json", "report.html", "speedup-1.1"}
+    assert files == {"plan.json", "repairs.safetensors", "calibration.json", "report.html", "speedup-1.1", "lossless"}
     figures = json.loads((tmp_path / "plan" / "calibration.json").read_text())
     assert {"command", "machine", "versions", "promise", "repaired", "plain", "choices"} <= figures.keys()
     assert str(tmp_path) not in (tmp_path / "plan" / "report.html").read_text()
@@ -495,6 +495,10 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
     assert "with --plan" in refused(
         "generate", "-m", tiny, "--plan", folder, "--speedup", "1.1", "--core-head", "1", "x"
     )
+    exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")
+    full = run("generate", "-m", tiny, "--mode", "full", "-n", "8", "--json", "hello")
+    assert json.loads(exact.stdout)["token_ids"] == json.loads(full.stdout)["token_ids"]
+    assert json.loads(exact.stdout)["plan"]["rule"] == "constant"  # the one to draft with
     data = tmp_path / "test.jsonl"
     data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 3)
     measured = run(
@@ -513,7 +517,7 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert all(row["answers_that_differ"] == 0 for row in rows)
     assert "goes with --prompts" in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
     assert "goes with --prompts" in refused("bench", "--prompts", prompts_file)
-    assert "--compared is 0" in refused(*arguments, "--compared", "0")
+    assert "--compared is -1" in refused(*arguments, "--compared", "-1")
 
 
 def test_eval_knows_lossless_as_a_mode() -> None:

@@ -215,6 +215,13 @@ def test_a_calibrated_plan_stands_beside_plain_dropping_with_its_bound_and_comma
     assert lines(folder, "RESULTS.md").count("`depthdecay calibrate --speedup 1.1 --also 1.5`") == 1
 
 
+def test_a_plan_to_draft_with_is_told_by_what_it_should_bring(folder: Path) -> None:
+    add(folder, "draft.json", calibration(4.0) | {"drafting": {"speedup": 1.3712}})
+    assert run(folder) == 0
+    ((asked, *_),) = cells(folder, "RESULTS.md")
+    assert asked == "[to draft with: 1.37x expected](../benchmarks/results/draft.json)"
+
+
 def test_a_bound_on_agreement_stands_with_the_agreement(folder: Path) -> None:
     asked = {"measure": "share of tokens on which plan and full model differ", "budget": 0.02, "bound": 0.0103}
     add(folder, "a.json", calibration(1.13, **asked))

@@ -14,6 +14,8 @@ from .repairs import Repairs
 from .schedule import Number, PowerSchedule, exact_decimal, solve_alpha
 from .stack import Stack
 
+LOSSLESS_FOLDER = "lossless"  # beside a calibrated plan: one to draft with
+
 
 class Costs:
     """Bytes that one decoding step reads at each depth of a plan's ladder. T_0 comes with the prompt and is no step."""
@@ -66,6 +68,14 @@ def stored_plan(plan: Plan, speedup: float) -> Plan:
     if plan.folder is None:
         return plan
     beside = plan.folder / f"speedup-{speedup:g}"
+    return Plan.load(beside) if (beside / PLAN_FILE).is_file() else plan
+
+
+def drafter_of(plan: Plan) -> Plan:
+    """The plan that was calibrated to draft with and lies beside the given one, else the given one."""
+    if plan.folder is None:
+        return plan
+    beside = plan.folder / LOSSLESS_FOLDER
     return Plan.load(beside) if (beside / PLAN_FILE).is_file() else plan
 
 

@@ -35,16 +35,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """What the user asked for: a bound on quality, or a speed-up."""
+    """What the user asked for: a bound on quality, a speed-up, or drafts for lossless mode."""
 
     max_kl: float | None = None
     max_agreement_loss: float | None = None
     speedup: float | None = None
+    lossless: bool = False
 
     def __post_init__(self) -> None:
         given = [value for value in (self.max_kl, self.max_agreement_loss, self.speedup) if value is not None]
-        if len(given) != 1:
+        if len(given) + self.lossless != 1:
             raise DepthDecayError("give one of --max-kl, --max-agreement-loss and --speedup")
+        if self.lossless:
+            return
         if not (1 if self.speedup is not None else 0) < given[0] < math.inf:
             raise DepthDecayError(f"the goal is {given[0]:g}; expected a budget above 0, or a speed-up above 1")
 
@@ -447,6 +450,10 @@ class Calibration:
 
     def make(self, goal: Goal) -> Calibrated:
         """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
+        if goal.lossless:
+            from depthdecay.calibrate.draft import make_drafter
+
+            return make_drafter(self)
         if goal.speedup is not None:
             return self._finish(goal, goal.speedup, *self.choose(goal.speedup))
         assert goal.budget is not None
@@ -516,8 +523,20 @@ class Calibration:
     def _finish(
         self, goal: Goal, speedup: float, settings: FitSettings, shape: Shape, tried: list[dict[str, Any]]
     ) -> Calibrated:
-        """Fit, and measure on held-out text."""
         plan, repairs = self.repaired(speedup, settings, shape)
+        return self.measured(goal, speedup, plan, repairs, settings, shape, tried)
+
+    def measured(
+        self,
+        goal: Goal,
+        speedup: float,
+        plan: Plan,
+        repairs: Repairs,
+        settings: FitSettings,
+        shape: Shape,
+        tried: list[dict[str, Any]],
+    ) -> Calibrated:
+        """A fitted plan with its figures on held-out text."""
         simulator = Simulator(self.held_out)
         self.say("measuring on held-out text")
         measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)

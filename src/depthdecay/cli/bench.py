@@ -252,11 +252,13 @@ def _bench_lossless(
         from dataclasses import replace
 
         from depthdecay.bench_lossless import PEERS, run_lossless_bench
+        from depthdecay.budget import drafter_of
         from depthdecay.calibrate.continuations import read_prompts
         from depthdecay.prompts import token_ids
         from depthdecay.results import require_writable, write_result
 
         texts = read_prompts(prompts)[:limit]
+        stored = stored if stored is None else drafter_of(stored)
         if json_file is not None:
             require_writable(json_file)
         loaded = options.load(quiet=True)

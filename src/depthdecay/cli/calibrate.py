@@ -46,6 +46,14 @@ def calibrate(
         str | None,
         typer.Option(help="Further speed-ups, as 1.1,1.5: a plan each in OUT/speedup-N.", rich_help_panel=_GOAL),
     ] = None,
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless",
+            help="A plan to draft with in lossless mode; beside another goal in OUT/lossless.",
+            rich_help_panel=_GOAL,
+        ),
+    ] = False,
     repair_rank: Annotated[
         int | None, typer.Option(help="Directions of a map; chosen by KL.", rich_help_panel=_EFFORT)
     ] = None,
@@ -72,7 +80,8 @@ def calibrate(
 
     An interrupted run goes on where it stopped when the same command is given again.
     """
-    if max_kl is None and max_agreement_loss is None and speedup is None:
+    alone = max_kl is None and max_agreement_loss is None and speedup is None
+    if alone and not lossless:
         max_kl = DEFAULT_MAX_KL
     counts = {
         "fit_prompts": (fit_prompts, 8),
@@ -92,10 +101,14 @@ def calibrate(
     wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
+    from depthdecay.budget import LOSSLESS_FOLDER
     from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
+    from depthdecay.calibrate.draft import LOWEST_SHARE
 
-    goal = Goal(max_kl, max_agreement_loss, wanted)
-    further = [Goal(speedup=value) for value in others]
+    goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
+    further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}
+    if lossless and not alone:
+        further[LOSSLESS_FOLDER] = Goal(lossless=True)
     texts = read_prompts(prompts) if task is None else None
     examples = None if task is None else _open_task(task, prompts)
     folder = make_folder(out)
@@ -112,16 +125,18 @@ def calibrate(
     settings = replace(settings, **given, seed=seed)
     settings = settings if variety else replace(settings, variety=0.0)
     settings = replace(settings, minutes=minutes) if minutes is not None else settings
-    if goal.speedup is not None:
-        settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup, *others])))
+    if goal.speedup is not None or (goal.lossless and others):
+        settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup or 1.0, *others])))
+    if lossless:
+        settings = replace(settings, lowest_share=min(settings.lowest_share, LOWEST_SHARE))
     settings = _with_sizes(settings, repair_rank, repair_neurons)
     with working("calibrating …", lasting=True) as say:
         run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
         made = run.make(goal)
         _save(run, made, folder)
-        for other in further:
-            say(f"a plan for {other.speedup:g}x")
-            _save(run, run.make(other), folder / f"speedup-{other.speedup:g}")
+        for name, other in further.items():
+            say("a plan to draft with" if other.lossless else f"a plan for {other.speedup:g}x")
+            _save(run, run.make(other), folder / name)
         run.work.remove()
     _print(made, folder)
 
@@ -174,6 +189,14 @@ def _print(made: Calibrated, folder: Path) -> None:
         console.print(
             f"on other kinds of text: KL {elsewhere['kl']:.4f} (plain dropping {elsewhere['plain_kl']:.4f}), agreement "
             f"{elsewhere['agreement']:.4f}",
+            markup=False,
+            highlight=False,
+        )
+    drafting = made.figures.get("drafting")
+    if drafting is not None:
+        console.print(
+            f"in lossless mode: {drafting['acceptance']:.1%} of drafts right, each {drafting['cost']:.2f} of a step; "
+            f"{drafting['speedup']:.2f}x expected with windows of {drafting['window']}",
             markup=False,
             highlight=False,
         )

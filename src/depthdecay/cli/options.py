@@ -252,6 +252,10 @@ def open_engine(
     stored = plan.load()
     loaded = model.load(quiet)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
+    if mode == "lossless" and chosen is not None and plan.speedup is None:
+        from depthdecay.budget import drafter_of
+
+        chosen = drafter_of(chosen)
     # The embedded model's own plan drafts better than a guess.
     drafter = Plan.load(DEFAULT_PLAN) if chosen is None and loaded.name == DEFAULT_MODEL else None
     return loaded, model.engine(loaded, chosen, drafter)

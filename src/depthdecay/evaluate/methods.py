@@ -83,7 +83,9 @@ def contenders(
     """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
     made = [Contender("full", None, None)] if "full" in methods else []
     if "lossless" in methods:
-        made.append(Contender("lossless", None, plan))
+        from depthdecay.budget import drafter_of
+
+        made.append(Contender("lossless", None, plan if plan is None else drafter_of(plan)))
     if "depthdecay" in methods and not speedups:
         made.append(Contender("depthdecay", None, plan))
     scores = influence() if "shortgpt" in methods else None

@@ -1,0 +1,96 @@
+"""A plan to draft with in lossless mode: the depth at which that should be fastest, from what is measured here.
+
+A draft may be wrong now and then, so other depths pay than for text that nobody checks: cheap ones. For every depth of
+the ladder the share of right drafts is measured and the bytes of a draft step are counted; the window's formula then
+says what lossless mode would gain. Drafts are measured as if all tokens before them had been shallow too; behind the
+full model's own keys and values, as in lossless mode, they do better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from depthdecay.budget import Costs
+from depthdecay.calibrate.fidelity import Simulator
+from depthdecay.calibrate.fit import FitSettings
+from depthdecay.ladder import Ladder
+from depthdecay.lossless import MOST_DEPTH
+from depthdecay.plan import Plan
+from depthdecay.repairs import Repairs
+from depthdecay.schedule import ConstantSchedule
+from depthdecay.short_head import ShortHead
+from depthdecay.windows import LONGEST, Pace
+
+if TYPE_CHECKING:
+    from depthdecay.calibrate.run import Calibrated, Calibration
+
+DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
+LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts at one depth should bring."""
+
+    depth: int
+    acceptance: float
+    cost: float  # of a draft step, in full-depth steps
+    window: int
+    speedup: float
+
+
+def expected(depth: int, acceptance: float, cost: float) -> Drafting:
+    """By the window with the highest rate; below 1 where drafting would not pay."""
+    costs = Pace().costs(cost)
+    window = max(costs.best(acceptance, LONGEST), 1)
+    return Drafting(depth, acceptance, cost, window, costs.rate(acceptance, window))
+
+
+def make_drafter(run: Calibration) -> Calibrated:
+    """Maps of every size are tried; the depths with the highest expected speed are kept, the plan stays at the best."""
+    from depthdecay.calibrate.run import Goal, Shape
+
+    tried: dict[FitSettings, list[Drafting]] = {}
+    maps: dict[FitSettings, Repairs] = {}
+    for size in run.settings.maps:
+        maps[size], tried[size] = _by_depth(run, size)
+    size = max(tried, key=lambda size: max(found.speedup for found in tried[size]))
+    kept = sorted(tried[size], key=lambda found: found.speedup, reverse=True)[:DEPTHS]
+    repairs = Repairs({found.depth: maps[size].at_depth[found.depth] for found in kept}, run.vocabulary)
+    lowest = min(found.depth for found in kept)
+    plan = _at(run.ladder_plan, kept[0].depth, lowest)
+    listed = [{**asdict(of), **asdict(found)} for of, all_found in tried.items() for found in all_found]
+    made = run.measured(
+        Goal(lossless=True), plan.num_layers / kept[0].depth, plan, repairs, size, Shape(kept[0].depth), listed
+    )
+    held_out = expected(kept[0].depth, made.figures["repaired"]["agreement"], kept[0].cost)
+    run.say(f"drafts at {held_out.depth} layers: {held_out.acceptance:.1%} right on held-out text")
+    made.figures["drafting"] = asdict(held_out)
+    return made
+
+
+def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Drafting]]:
+    layers = run.stack.num_layers
+    least = layers - len(run.found.order)
+    maps = run.constant_maps(size, least)
+    costs = Costs(run.stack, run.ladder_plan, maps)
+    short = ShortHead.of(run.stack, run.vocabulary)
+    spared = 0 if short is None else costs.head - short.nbytes
+    simulator = Simulator(run.select)
+    found = []
+    for depth in range(max(least, 1), max(int(MOST_DEPTH * layers), least) + 1):
+        measured = simulator.measure(_at(run.ladder_plan, depth, depth), maps.only({depth}))
+        found.append(expected(depth, measured.agreement, (costs.at(depth) - spared) / costs.full()))
+        run.say(
+            f"  drafts at {depth} layers cost {found[-1].cost:.2f} of a step, {found[-1].acceptance:.1%} right: "
+            f"{found[-1].speedup:.2f}x"
+        )
+    return maps, found
+
+
+def _at(ladder_plan: Plan, depth: int, lowest: int) -> Plan:
+    """The ladder down to the lowest depth, with every token at one depth."""
+    layers = ladder_plan.num_layers
+    ladder = Ladder(layers, ladder_plan.ladder.drop_order[: layers - lowest])
+    return replace(ladder_plan, ladder=ladder, schedule=ConstantSchedule(layers, depth), rule="constant")
