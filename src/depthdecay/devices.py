@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +78,12 @@ def free_bytes(device: torch.device) -> float:
 
 def overlaps_kernels() -> bool:
     """Whether a kernel can start before the one ahead of it has ended (programmatic dependent launch)."""
+    return cuda_generation() >= 9
+
+
+@functools.cache
+def cuda_generation() -> int:
+    """The GPU's compute capability, without what follows the point; 0 where there is none."""
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
