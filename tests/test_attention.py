@@ -32,7 +32,6 @@ def test_a_few_tokens_are_attended_as_by_transformers(heads: int, groups: int, t
 
 def test_only_what_the_kernels_can_do_is_given_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "triton", object())
-    monkeypatch.setattr(attend, "cuda_generation", lambda: 9)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     query, key, value = (state.to(torch.bfloat16) for state in states(4, 2, batch=1, dim=64))
     mask = torch.ones((1, 1, 1, 24), dtype=torch.bool)
@@ -43,5 +42,3 @@ def test_only_what_the_kernels_can_do_is_given_to_them(monkeypatch: pytest.Monke
     assert not attend.can_attend(query.float(), key.float(), value.float(), mask)
     assert not attend.can_attend(query.expand(1, 4, 17, 64), key, value, mask)
     assert not attend.can_attend(*(state[..., :32] for state in (query, key, value)), mask)
-    monkeypatch.setattr(attend, "cuda_generation", lambda: 7)
-    assert not attend.can_attend(query, key, value, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -76,11 +77,12 @@ def test_our_attention_gives_the_same_text(architecture: str, compile: bool, mon
         pytest.skip("compiling takes long; one plain kind of layer and one mixed kind show it")
     model, plan = tiny_model(architecture), plan_with(None)
     monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr(attention, "cuda_generation", lambda: 8)
     monkeypatch.setattr(attention, "can_attend", lambda query, key, value, mask: mask is not None and mask.dim() == 4)
     taken: list[int] = []
     plain = attend._reference
     monkeypatch.setattr(attend, "_reference", lambda *args: (taken.append(1), plain(*args))[1])
-    attention.stepwise.cache_clear()
+    monkeypatch.setattr(attention, "stepwise", functools.cache(attention.stepwise.__wrapped__))
     torch._dynamo.reset()
     engine = graph_engine(monkeypatch, model, plan, compile)
     result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from .devices import cuda_generation
-
 try:
     import triton
     import triton.language as tl
@@ -221,7 +219,6 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         mask is not None
         and query.is_cuda
         and triton is not None
-        and cuda_generation() >= 8  # tensor cores that know bf16
         and query.dtype in (torch.bfloat16, torch.float16)
         and mask.dtype == torch.bool
         and mask.dim() == 4

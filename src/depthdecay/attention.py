@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 from .attend import attend, can_attend
-from .devices import overlaps_kernels
+from .devices import cuda_generation, overlaps_kernels
 
 
 @functools.cache
@@ -20,7 +20,8 @@ def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Made once for all, since compiled layers know it by its identity.
     """
-    overlap = overlaps_kernels()
+    # Asked here, since a compiled layer would trace the question.
+    overlap, capable = overlaps_kernels(), cuda_generation() >= 8  # tensor cores that know bf16
 
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
@@ -30,7 +31,7 @@ def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
         # Where heads share keys, transformers copies these for every head: for 400 rows that is most of a step. Batches
         # of other models keep torch's kernels, which then have enough to do.
         pays = query.shape[0] == 1 or query.shape[1] > key.shape[1]
-        if not (plain and pays and can_attend(query, key, value, mask)):
+        if not (capable and plain and pays and can_attend(query, key, value, mask)):
             return original(module, query, key, value, mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
