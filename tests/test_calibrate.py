@@ -18,7 +18,7 @@ from depthdecay.budget import Costs, cost_speedup, drafter_of, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
 from depthdecay.calibrate.draft import expected
-from depthdecay.calibrate.fit import Moments, Trace, fit_plan
+from depthdecay.calibrate.fit import Moments, Trace, _sample, fit_plan
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.run import upper_bound
@@ -526,6 +526,13 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(letter) % 85 for letter in text][:40]
+
+
+def test_neurons_are_chosen_on_tokens_of_every_batch() -> None:
+    parts = [torch.full((count, 3), float(kind)) for kind, count in enumerate((5000, 100, 3000))]
+    kinds = _sample(parts)[:, 0]
+    assert len(kinds) < 4200
+    assert [int((kinds == kind).sum()) for kind in range(3)] == [1366, 100, 1366]
 
 
 def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:

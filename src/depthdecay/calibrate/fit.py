@@ -180,17 +180,21 @@ class Trace:
 
     def _fit(self, layer: int, end: int, settings: FitSettings, fitted_on: int | None) -> Repair:
         batches = self.recording.batches[:fitted_on]
-        states = [states[layer] for states in self.states[: len(batches)]]
-        known = strongest_neurons(
-            self.recording.stack, layer, end, states[0][batches[0].valid][:_SAMPLE], settings.neurons
-        )
+        states = [states[layer][batch.valid] for states, batch in zip(self.states, batches, strict=False)]
+        known = strongest_neurons(self.recording.stack, layer, end, _sample(states), settings.neurons)
         moments = Moments(states[0].shape[-1], states[0].device, known)
         for batch, state in zip(batches, states, strict=True):
-            moments.add(state[batch.valid], batch.states[end][batch.valid])
+            moments.add(state, batch.states[end][batch.valid])
         return stored(moments.solve(layer, end, settings), states[0])
 
 
 _SAMPLE = 4096  # tokens that are enough to tell strong neurons from weak ones
+
+
+def _sample(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Some tokens of every batch: batches go by length, and short prompts are of other kinds than long ones."""
+    each = -(-_SAMPLE // len(parts))
+    return torch.cat([part[:: max(1, len(part) // each)][:each] for part in parts])
 
 
 @torch.no_grad()
@@ -235,15 +239,14 @@ def _fit_part(
     """One run's map from some columns of every text. Neurons are the prior's, so that the two can be compared."""
     layer, behind = run
     part = slice(*columns)
-    first = recording.batches[0]
+    valid = [batch.valid[:, part] for batch in recording.batches]
+    before = [state[:, part][inside] for state, inside in zip(states, valid, strict=True)]
     known = None
     if prior is not None and prior.gate is not None and prior.lift is not None:
         known = Neurons(prior.gate, prior.lift)
-    elif prior is None:
-        sample = states[0][:, part][first.valid[:, part]][:_SAMPLE]
-        known = strongest_neurons(recording.stack, layer, behind, sample, settings.neurons) if len(sample) else None
+    elif prior is None and any(len(state) for state in before):
+        known = strongest_neurons(recording.stack, layer, behind, _sample(before), settings.neurons)
     moments = Moments(states[0].shape[-1], states[0].device, known)
-    for batch, state in zip(recording.batches, states, strict=True):
-        valid = batch.valid[:, part]
-        moments.add(state[:, part][valid], batch.states[behind][:, part][valid])
+    for batch, inside, state in zip(recording.batches, valid, before, strict=True):
+        moments.add(state, batch.states[behind][:, part][inside])
     return stored(moments.solve(layer, behind, settings, prior), states[0])
