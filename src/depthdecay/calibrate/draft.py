@@ -48,12 +48,15 @@ def expected(depth: int, acceptance: float, cost: float) -> Drafting:
 
 
 def make_drafter(run: Calibration) -> Calibrated:
-    """Maps of every size are tried; the depths with the highest expected speed are kept, the plan stays at the best."""
+    """The depths with the highest expected speed are kept, the plan stays at the best.
+
+    Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
+    """
     from depthdecay.calibrate.run import Goal, Shape
 
     tried: dict[FitSettings, list[Drafting]] = {}
     maps: dict[FitSettings, Repairs] = {}
-    for size in run.settings.maps:
+    for size in run.settings.maps[:2]:
         maps[size], tried[size] = _by_depth(run, size)
     size = max(tried, key=lambda size: max(found.speedup for found in tried[size]))
     kept = sorted(tried[size], key=lambda found: found.speedup, reverse=True)[:DEPTHS]
