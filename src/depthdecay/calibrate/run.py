@@ -326,7 +326,7 @@ class Calibration:
         """Maps of every depth down to the lowest, each fitted as if all positions had run at that depth."""
         layers = self.stack.num_layers
         if settings not in self._traces:
-            self._traces.clear()  # a trace holds the states of all texts at all layers
+            self.forget_traces()
         trace, maps = self._traces.get(settings, (Trace(self.fit), {}))
         for layer in self.found.order[len(maps) : layers - lowest]:
             trace = trace.without([layer], settings)
@@ -334,6 +334,10 @@ class Calibration:
             self.say(f"fitting maps at constant depth {layers - len(trace.dropped)}")
         self._traces[settings] = trace, maps
         return Repairs(maps)
+
+    def forget_traces(self) -> None:
+        """A trace holds the states of all texts at all layers."""
+        self._traces.clear()
 
     def plan_at(self, speedup: float, settings: FitSettings, shape: Shape) -> Plan:
         """The ladder with the decay that reaches a speed-up, maps of this size counted."""
