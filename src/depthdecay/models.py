@@ -46,6 +46,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     source: Source
+    origin: Origin | None = None
 
     @property
     def shown_name(self) -> str:

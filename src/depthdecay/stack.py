@@ -134,9 +134,13 @@ class Stack:
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
         with self.exclusive(), self.routed(layer_pass):
-            output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
+            arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+            output = self.forward(**arguments)
         logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    def forward(self, **arguments: Any) -> Any:
+        return self.model(**arguments)
 
     @functools.cached_property
     def forward_arguments(self) -> frozenset[str]:
