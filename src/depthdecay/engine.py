@@ -14,13 +14,13 @@ import torch
 
 from .cache import PlannedCache, bucket_for
 from .cpu.stack import open_stack
-from .cpu.weights import Origin
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
 from .lossless import LosslessDecoder, LosslessRun, drafting_for, drafting_plan
 from .lossless_graphs import LosslessGraphDecoder
 from .mailbox import Mailbox
+from .origin import Origin
 from .plan import Plan
 from .plan_check import check_plan
 from .repairs import Repairs, repairs_for

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,16 @@ class LayerPass:
     layers_executed: int = 0
     # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
+
+
+class ShortRows(Protocol):
+    """Some rows of the output matrix (`short_head`)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def in_place(self) -> contextlib.AbstractContextManager[None]:
+        """While open, the model's logits are these rows' only."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +138,17 @@ class Stack:
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
+        short: ShortRows | None = None,
     ) -> torch.Tensor:
-        """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them."""
+        """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them.
+
+        Where `short` is given the logits are those rows' only.
+        """
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.exclusive(), self.routed(layer_pass):
+        shortened = contextlib.nullcontext() if short is None else short.in_place()
+        with self.exclusive(), self.routed(layer_pass), shortened:
             arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
             output = self.forward(**arguments)
         logits: torch.Tensor = output.logits[:, -keep:]

@@ -273,27 +273,32 @@ template <int T, int KIND>
 void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
     constexpr int ROWS = T <= 2 ? 4 : 2;
     constexpr int ITEM = KIND == FLOAT32 ? 4 : 2;
+    float found[T][LANES];
     for (int64_t start = 0; start < LANES; start += ROWS) {
         const uint8_t* row[ROWS];
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
             int64_t index = group * LANES + start + r;
             row[r] = m.data + (index < m.rows ? index : m.rows - 1) * m.columns * ITEM;
         }
-        F sums[ROWS][T];
-        for (int r = 0; r < ROWS; ++r)
-            for (int t = 0; t < T; ++t) sums[r][t] = F{};
+        F sums[ROWS][T] = {};
         int64_t k = 0;
         for (; k + LANES <= m.columns; k += LANES) {
             F x[T];
+#pragma GCC unroll 8
             for (int t = 0; t < T; ++t) x[t] = load<F>(in.x + (token + t) * in.stride + k);
+#pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
                 F weight;
                 if constexpr (KIND == FLOAT32) weight = load<F>(row[r] + 4 * k);
                 else weight = as_float(__builtin_convertvector(load<Halves>(row[r] + 2 * k), U) << 16);
+#pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) sums[r][t] += weight * x[t];
             }
         }
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 float value = sum(sums[r][t]);
                 for (int64_t rest = k; rest < m.columns; ++rest) {
@@ -301,9 +306,10 @@ void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t toke
                                                    : from_bfloat16(load<uint16_t>(row[r] + 2 * rest));
                     value += weight * in.x[(token + t) * in.stride + rest];
                 }
-                out[t][start + r] = value;
+                found[t][start + r] = value;
             }
     }
+    for (int t = 0; t < T; ++t) out[t] = load<F>(found[t]);
 }
 
 template <int T>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import warnings
@@ -17,10 +18,11 @@ from depthdecay.cpu import library as native
 from depthdecay.cpu.blocks import BFLOAT16, FLOAT32, Packed
 from depthdecay.cpu.form import PROJECTIONS, Form, OtherForm, form_of, hooked
 from depthdecay.cpu.threads import threads
-from depthdecay.cpu.weights import QUANTIZED, Origin, Rounded, check_setting, rounded, widened_weights
+from depthdecay.cpu.weights import QUANTIZED, Rounded, check_setting, rounded, widened_weights
 from depthdecay.errors import DepthDecayError
+from depthdecay.origin import Origin
 from depthdecay.repairs import Repair
-from depthdecay.stack import LayerPass, Stack, primary_device
+from depthdecay.stack import LayerPass, ShortRows, Stack, patched, primary_device
 
 # With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
 FEW_TOKENS = 16
@@ -75,15 +77,18 @@ def _fast_stack(
         code = native.library()
     except native.Unavailable as reason:
         _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
-        return plain if setting is None else WidenedStack.over(plain, form, setting, origin)
+        if setting is None or rounded(form, setting, origin, say).is_exact:
+            return plain
+        return WidenedStack.over(plain, form, setting, origin)
     trial = CpuStack(plain.model, plain.owner, plain.layers, plain.windows)
     trial.prepare(code, form, None)
     difference = trial.difference()
     if not difference < _TOLERANCE[form.dtype]:
-        _warn(
-            f"{type(plain.model).__name__} runs as it is, in its own precision: a compiled pass says something else "
-            f"(logits differ by {difference:.2g} of the largest)"
-        )
+        if setting is not None or fast:
+            _warn(
+                f"{type(plain.model).__name__} runs as it is, in its own precision: a compiled pass says something "
+                f"else (logits differ by {difference:.2g} of the largest)"
+            )
         return plain
     if setting is not None:
         trial.prepare(code, form, rounded(form, setting, origin, say))
@@ -102,26 +107,27 @@ def _warn_once(message: str) -> None:
 class WidenedStack(Stack):
     """Rounded weights without compiled code: the model's own forward, given what the rounded weights stand for."""
 
-    rounded: Rounded
     widened: dict[str, torch.Tensor]
+    head: nn.Linear
+    head_weight: torch.Tensor
 
     @classmethod
     def over(cls, plain: Stack, form: Form, setting: str, origin: Origin | None) -> WidenedStack:
         stack = cls(plain.model, plain.owner, plain.layers, plain.windows)
         names = {id(parameter): name for name, parameter in plain.model.named_parameters()}
         weights = widened_weights(form, setting, origin)
-        # Parameters by the model's own names. A head that is the embedding too stays with it, in its own precision.
-        tied = form.head.weight is form.embedding.weight
-        stack.widened = {
-            names[id(linear.weight)]: weights[name]
-            for name, linear in form.matrices()
-            if name in weights and not (name == "head" and tied)
-        }
-        stack.rounded = Rounded(setting)
+        stack.head, stack.head_weight = form.head, weights.pop("head", form.head.weight)
+        linears = dict(form.matrices())
+        stack.widened = {names[id(linears[name].weight)]: weight for name, weight in weights.items()}
         return stack
 
     def forward(self, **arguments: Any) -> Any:
-        return torch.func.functional_call(self.model, self.widened, kwargs=arguments, tie_weights=False, strict=False)
+        # The head may be the embedding too, which is not rounded: it is replaced by what it does.
+        def said(state: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(state, self.head_weight, self.head.bias)
+
+        with contextlib.nullcontext() if "forward" in self.head.__dict__ else patched(self.head, "forward", said):
+            return torch.func.functional_call(self.model, self.widened, kwargs=arguments)
 
 
 @dataclass
@@ -142,6 +148,8 @@ class CpuStack(Stack):
     """
 
     rounded: Rounded | None = None
+    _is_plain = True
+    _short: tuple[ShortRows, torch.Tensor | None, native.Model] | None
 
     def prepare(self, code: native.Library, form: Form, weights: Rounded | None) -> None:
         self.code, self.form, self.rounded = code, form, weights
@@ -159,16 +167,15 @@ class CpuStack(Stack):
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
+        short: ShortRows | None = None,
     ) -> torch.Tensor:
         with self.exclusive():
             if cache.clock.filled == 0 and self.rounded is None:
                 self._is_plain = not hooked(self)
                 self._read_weights()
-            if not self._can_run(layer_pass, ids):
-                return super().run(layer_pass, ids, mask, cache, position_ids, keep)
-            return self._compiled(layer_pass, ids, mask, cache, position_ids, keep)
-
-    _is_plain = True
+            if cache.clock.position is not None or not self._can_run(layer_pass, ids):
+                return super().run(layer_pass, ids, mask, cache, position_ids, keep, short)
+            return self._compiled(layer_pass, ids, mask, cache, position_ids, keep, short)
 
     def _can_run(self, layer_pass: LayerPass, ids: torch.Tensor) -> bool:
         known = layer_pass.run_layer is None and all(isinstance(m, Repair) for m in layer_pass.repairs.values())
@@ -182,6 +189,7 @@ class CpuStack(Stack):
         cache: PlannedCache,
         position_ids: torch.Tensor,
         keep: int,
+        short: ShortRows | None,
     ) -> torch.Tensor:
         filled, (batch, length) = cache.clock.filled, ids.shape
         text = self._text_of(cache, batch)
@@ -198,7 +206,8 @@ class CpuStack(Stack):
         cosine, sine = self._angles_at(position_ids.expand(batch, length) if count == ids.numel() else position_ids)
         # Of every text the last `keep` tokens; texts end in the same column.
         ends = [index for index in range(count) if columns[index] >= filled + length - keep]
-        logits = torch.empty((batch, keep, self.form.head.out_features))
+        model = self._model if short is None else self._shortened(short)
+        logits = torch.empty((batch, keep, model.head.rows))
         numbers = ctypes.c_int64 * count
         arguments = native.Pass(
             tokens=count,
@@ -219,8 +228,17 @@ class CpuStack(Stack):
             logits=logits.data_ptr(),
             threads=threads(),
         )
-        layer_pass.layers_executed += self.code.run(self._model, arguments)
+        layer_pass.layers_executed += self.code.run(model, arguments)
         return logits
+
+    def _shortened(self, short: ShortRows) -> native.Model:
+        """The same model with fewer rows in its output matrix, which stay where they are while their content changes."""
+        if self._short is None or self._short[0] is not short:
+            bias = None if short.bias is None else short.bias.float()
+            model = native.Model.from_buffer_copy(self._model)
+            model.head = _float_matrix(short.weight, None if bias is None else bias.data_ptr())
+            self._short = (short, bias, model)
+        return self._short[2]
 
     def _text_of(self, cache: PlannedCache, batch: int) -> _Text:
         if self._text is not None and self._text[0] is cache and cache.clock.filled > 0:
@@ -290,7 +308,7 @@ class CpuStack(Stack):
             for name in PROJECTIONS:
                 setattr(table[index], name, matrix(f"{index}.{name}", layer.projections[name]))
             table[index].window = self.windows[index] or 0
-        self._alive = alive
+        self._alive, self._table, self._short = alive, table, None
         self._model = native.Model(
             hidden=form.embedding.embedding_dim,
             heads=form.heads,

@@ -30,6 +30,7 @@ from depthdecay.cpu.blocks import (
 from depthdecay.cpu.form import Form
 from depthdecay.errors import DepthDecayError
 from depthdecay.gguf_cache import cache_folder
+from depthdecay.origin import Origin
 
 QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
@@ -39,14 +40,6 @@ _GGUF_NAMES = {
     **{"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"},
     **{"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
 }
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a loaded model's weights came from: a key that is theirs alone, and the GGUF file where it was one."""
-
-    key: str
-    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
