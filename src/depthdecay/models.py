@@ -71,6 +71,7 @@ def load(
     source, path = _locate(name)
     place = choose_device(device)
     number_type = choose_dtype(dtype)
+    origin: Origin | None
     with quiet_libraries(downloads=source == "hub"):
         try:
             if source in ("embedded", "gguf"):

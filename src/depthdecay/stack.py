@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import DepthDecayError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from .short_head import ShortHead
 
 Forward = Callable[..., Any]
 
@@ -38,16 +41,6 @@ class LayerPass:
     layers_executed: int = 0
     # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
-
-
-class ShortRows(Protocol):
-    """Some rows of the output matrix (`short_head`)."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def in_place(self) -> contextlib.AbstractContextManager[None]:
-        """While open, the model's logits are these rows' only."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class Stack:
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
-        short: ShortRows | None = None,
+        short: ShortHead | None = None,
     ) -> torch.Tensor:
         """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them.
 

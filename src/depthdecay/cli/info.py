@@ -27,6 +27,8 @@ def info(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -46,7 +48,13 @@ def info(
         whole_number("--tokens", tokens, 1)
     length = tokens or over or opt.DEFAULT_OVER
     model_options = opt.ModelOptions(
-        model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
+        model,
+        device,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        allow_other_weights=allow_other_weights,
+        quantize=quantize,
+        threads=threads,
     )
     loaded, engine = opt.open_engine(model_options, plan_options, length, quiet=as_json)
     facts = model_facts(loaded, engine)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_OVER = 256
+MOST_THREADS = 1024
 # Calibrated for the embedded model, and part of the package.
 DEFAULT_PLAN = Path(__file__).parents[1] / "data" / "smollm2-135m"
 
@@ -36,6 +37,17 @@ Device = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.", rich_help_panel=_MODEL)]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Compile the layers: slower to start, faster after.", rich_help_panel=_MODEL)
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8|int4",
+        help="Weights on a CPU; of the embedded model its file's own 4 bits.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Threads on a CPU; a core each.", rich_help_panel=_MODEL)
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model ships.", rich_help_panel=_MODEL)
@@ -209,6 +221,14 @@ class ModelOptions:
     compile: bool = False
     trust_remote_code: bool = False
     allow_other_weights: bool = False
+    quantize: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (None, "none", "int8", "int4"):
+            raise DepthDecayError(f"--quantize is {self.quantize!r}; expected none, int8 or int4")
+        if self.threads is not None:
+            whole_number("--threads", self.threads, 1, MOST_THREADS)
 
     def load(self, quiet: bool = False) -> LoadedModel:
         # The Hub shows bars of its own while it downloads, which a spinner would tear.
@@ -216,8 +236,11 @@ class ModelOptions:
         with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
             from transformers.utils import logging
 
+            from depthdecay.cpu.threads import set_threads
             from depthdecay.models import load
 
+            if self.threads is not None:
+                set_threads(self.threads)
             logging.set_verbosity_error()  # advice to programmers, which this program follows or cannot
             return load(
                 self.model,
@@ -226,6 +249,12 @@ class ModelOptions:
                 trust_remote_code=self.trust_remote_code,
                 progress=say,
             )
+
+    def setting(self, loaded: LoadedModel) -> str | None:
+        """What was asked for; else of the embedded model its file's own blocks, which are the model itself."""
+        if self.quantize is not None or loaded.source != "embedded" or loaded.model.device.type != "cpu":
+            return self.quantize
+        return "int4" if str(loaded.model.dtype) == "torch.float32" else None
 
     def engine(self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None) -> Engine:
         from depthdecay.engine import Engine
@@ -237,6 +266,8 @@ class ModelOptions:
             compile=self.compile,
             allow_other_weights=self.allow_other_weights,
             drafter=drafter,
+            quantize=self.setting(loaded),
+            origin=loaded.origin,
         )
 
 

@@ -94,8 +94,10 @@ def rounded_to_4(weight: torch.Tensor) -> Blocks:
             continue
         better = error < best[0]
         best[1] = torch.where(better.unsqueeze(-1), numbers, best[1])
-        best = [torch.where(better, new, old) if new is not numbers else best[1]
-                for new, old in zip((error, numbers, scale, offset), best, strict=True)]
+        best = [
+            torch.where(better, new, old) if new is not numbers else best[1]
+            for new, old in zip((error, numbers, scale, offset), best, strict=True)
+        ]
     _, numbers, scale, offset = best
     return Blocks(INT4, numbers.to(torch.uint8).reshape(weight.shape), scale, offset)
 

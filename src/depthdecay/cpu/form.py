@@ -69,22 +69,23 @@ def form_of(stack: Stack) -> Form:
     config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     angles, norm = getattr(owner, "rotary_emb", None), getattr(owner, "norm", None)
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in stack.layers]
     _expect(type(embedding) is nn.Embedding and embedding.max_norm is None, "its embedding is of another kind")
     _expect(type(head) is nn.Linear, "its output matrix is of another kind")
     _expect(isinstance(angles, nn.Module), "it has no rotary embedding for all layers")
     kind = getattr(angles, "rope_type", "default")
     _expect(kind not in _CHANGING_ANGLES, f"its rotary embedding is of kind {kind}")
     layers = tuple(_layer(layer, index) for index, layer in enumerate(stack.layers))
-    norms = [norm, *(part for layer in layers for part in (layer.attention_norm, layer.mlp_norm))]
+    norms: list[Any] = [norm, *(part for layer in layers for part in (layer.attention_norm, layer.mlp_norm))]
     _expect(all(map(_is_norm, norms)), "its norms are of another kind")
     epsilons = {float(part.variance_epsilon) for part in norms}
-    attention: Any = stack.layers[0].self_attn
+    attention = attentions[0]
     head_size = int(attention.head_dim)
     heads, shared = (layers[0].projections[name].out_features // head_size for name in ("query", "key"))
     sizes = {tuple(layer.projections[name].weight.shape for name in PROJECTIONS) for layer in layers}
     _expect(len(sizes) == 1 and len(epsilons) == 1, "its layers are of different sizes")
     _expect(heads % shared == 0 and head_size % 2 == 0, "its heads are of odd numbers")
-    _expect({float(layer.self_attn.scaling) for layer in stack.layers} == {float(attention.scaling)}, "scales differ")
+    _expect(len({float(each.scaling) for each in attentions}) == 1, "its layers scale attention differently")
     _expect(getattr(config, "attn_logit_softcapping", None) is None, "it caps its attention")
     dtypes = {p.dtype for p in (*owner.parameters(), head.weight)}
     _expect(len(dtypes) == 1 and dtypes <= set(_FLOATS), f"its weights are {', '.join(sorted(map(str, dtypes)))}")
@@ -113,7 +114,9 @@ def _layer(layer: nn.Module, index: int) -> LayerForm:
     _expect(parts.keys() == expected, f"layer {index} consists of {', '.join(parts)}")
     attention, mlp = (dict(parts[name].named_children()) for name in ("self_attn", "mlp"))
     norms = {name: attention.pop(name, None) for name in ("q_norm", "k_norm")}
-    _expect(attention.keys() == set(_ATTENTION.values()), f"layer {index}'s attention consists of {', '.join(attention)}")
+    _expect(
+        attention.keys() == set(_ATTENTION.values()), f"layer {index}'s attention consists of {', '.join(attention)}"
+    )
     _expect(mlp.keys() - {"act_fn"} == set(_MLP.values()), f"layer {index}'s MLP consists of {', '.join(mlp)}")
     _expect(isinstance(parts["mlp"].act_fn, nn.SiLU | SiLUActivation), f"layer {index}'s activation is not SiLU")
     projections = {name: attention[place] for name, place in _ATTENTION.items()}

@@ -289,6 +289,7 @@ void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t toke
             for (int t = 0; t < T; ++t) x[t] = load<F>(in.x + (token + t) * in.stride + k);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
+                __builtin_prefetch(row[r] + ITEM * k + 1024);
                 F weight;
                 if constexpr (KIND == FLOAT32) weight = load<F>(row[r] + 4 * k);
                 else weight = as_float(__builtin_convertvector(load<Halves>(row[r] + 2 * k), U) << 16);

@@ -23,9 +23,10 @@ from depthdecay.gguf_cache import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-w")
 # The processor's own instructions, as far as the compiler knows the names; the last is for those that know none.
-_TUNED: tuple[tuple[str, ...], ...] = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+_WIDE = ("-march=native", "-mprefer-vector-width=512")
+_TUNED: tuple[tuple[str, ...], ...] = (_WIDE, ("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
 
@@ -142,7 +143,7 @@ def _compile(compiler: str, made: Path) -> None:
         done = _run([compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
         if done.returncode == 0:
             return
-        said = done.stderr
+        said = said or done.stderr
     raise Unavailable(f"{Path(compiler).name} cannot compile the pass: {one_line(said)}")
 
 

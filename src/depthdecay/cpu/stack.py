@@ -22,7 +22,8 @@ from depthdecay.cpu.weights import QUANTIZED, Rounded, check_setting, rounded, w
 from depthdecay.errors import DepthDecayError
 from depthdecay.origin import Origin
 from depthdecay.repairs import Repair
-from depthdecay.stack import LayerPass, ShortRows, Stack, patched, primary_device
+from depthdecay.short_head import ShortHead
+from depthdecay.stack import LayerPass, Stack, patched, primary_device
 
 # With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
 FEW_TOKENS = 16
@@ -40,7 +41,7 @@ def open_stack(
 ) -> Stack:
     """The model's layers with the fastest passes there are: compiled on a CPU where it can be, else the model's own.
 
-    `quantize` says how the weights are read (none, int8, int4); what cannot be so runs as it is, and a warning says why.
+    `quantize` says how weights are read (none, int8, int4); what cannot be so runs as it is, and a warning says why.
     """
     check_setting(quantize)
     plain = Stack.of(model)
@@ -93,6 +94,28 @@ def _fast_stack(
     if setting is not None:
         trial.prepare(code, form, rounded(form, setting, origin, say))
     return trial
+
+
+def widen_in_place(model: Any, setting: str, origin: Origin | None = None) -> None:
+    """Give a model the weights that it has at a setting: calibration looks into layers, which compiled code hides.
+
+    An output matrix that is the embedding too stays as it is: it has 8 bits at most settings, and embeddings have all.
+    """
+    check_setting(setting)
+    plain = Stack.of(model)
+    device = primary_device(plain.model)
+    if device.type != "cpu":
+        raise DepthDecayError(f"quantize={setting} is for models on a CPU, and this one is on {device}")
+    try:
+        form = form_of(plain)
+    except OtherForm as reason:
+        _warn(f"{type(plain.model).__name__} stays in its own precision: {reason}")
+        return
+    weights = widened_weights(form, setting, origin)
+    with torch.no_grad():
+        for name, linear in form.matrices():
+            if name in weights and linear.weight is not form.embedding.weight:
+                linear.weight.copy_(weights[name])
 
 
 def _warn(message: str) -> None:
@@ -149,7 +172,7 @@ class CpuStack(Stack):
 
     rounded: Rounded | None = None
     _is_plain = True
-    _short: tuple[ShortRows, torch.Tensor | None, native.Model] | None
+    _short: tuple[ShortHead, torch.Tensor | None, native.Model] | None
 
     def prepare(self, code: native.Library, form: Form, weights: Rounded | None) -> None:
         self.code, self.form, self.rounded = code, form, weights
@@ -167,7 +190,7 @@ class CpuStack(Stack):
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
-        short: ShortRows | None = None,
+        short: ShortHead | None = None,
     ) -> torch.Tensor:
         with self.exclusive():
             if cache.clock.filled == 0 and self.rounded is None:
@@ -189,7 +212,7 @@ class CpuStack(Stack):
         cache: PlannedCache,
         position_ids: torch.Tensor,
         keep: int,
-        short: ShortRows | None,
+        short: ShortHead | None,
     ) -> torch.Tensor:
         filled, (batch, length) = cache.clock.filled, ids.shape
         text = self._text_of(cache, batch)
@@ -231,8 +254,8 @@ class CpuStack(Stack):
         layer_pass.layers_executed += self.code.run(model, arguments)
         return logits
 
-    def _shortened(self, short: ShortRows) -> native.Model:
-        """The same model with fewer rows in its output matrix, which stay where they are while their content changes."""
+    def _shortened(self, short: ShortHead) -> native.Model:
+        """The same model with fewer rows in its output matrix; they stay where they are while their content changes."""
         if self._short is None or self._short[0] is not short:
             bias = None if short.bias is None else short.bias.float()
             model = native.Model.from_buffer_copy(self._model)
@@ -319,7 +342,7 @@ class CpuStack(Stack):
             epsilon=form.epsilon,
             scale=form.scale,
             layer=table,
-            final_norm=floats(form.final_norm.weight),
+            final_norm=floats(getattr(form.final_norm, "weight", None)),
             head=matrix("head", form.head),
         )
 
@@ -340,13 +363,12 @@ class CpuStack(Stack):
         found = super().layer_bytes()
         if self.rounded is None:
             return found
-        names = [(f"{index}.{name}", layer.projections[name]) for index, layer in enumerate(self.form.layers) for name in PROJECTIONS]
-        saved = [0] * len(found)
-        for name, linear in names:
-            if name in self.rounded.matrices:
-                index = int(name.split(".")[0])
-                saved[index] += linear.weight.numel() * linear.weight.element_size() - self.rounded.matrices[name].nbytes
-        return tuple(size - less for size, less in zip(found, saved, strict=True))
+        sizes = list(found)
+        for name, linear in self.form.matrices():
+            packed = self.rounded.matrices.get(name)
+            if packed is not None and name != "head":
+                sizes[int(name.split(".")[0])] += packed.nbytes - linear.weight.nbytes
+        return tuple(sizes)
 
     def head_bytes(self) -> int:
         packed = None if self.rounded is None else self.rounded.matrices.get("head")
@@ -365,7 +387,7 @@ def _states(cache: PlannedCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _tokens(
     batch: int, length: int, filled: int, mask: torch.Tensor | None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Of each token that is none of the padding: its text, its column, where that text begins, and its place in `ids`."""
+    """Of each token but the padding: its text, its column, where that text begins, and its place in `ids`."""
     begins = [0] * batch if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
     places = [
         (row, filled + column, begins[row], row * length + column)

@@ -1,4 +1,4 @@
-"""How many threads the compiled pass takes: as many as torch, but no more than there are cores, or what was asked for."""
+"""How many threads the compiled pass takes: what was asked for, else as torch, but no more than there are cores."""
 
 from __future__ import annotations
 

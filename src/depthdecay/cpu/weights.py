@@ -36,6 +36,7 @@ QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
 ROUNDING = 2  # raise it when the same weights are rounded or laid out in another way than before
 _FORMAT = "depthdecay-cpu"
+_SAMPLES = 32
 _GGUF_NAMES = {
     **{"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"},
     **{"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
@@ -84,13 +85,11 @@ def rounded(
     say(f"rounding weights to {setting} (once) …")
     made = _make(form, setting, _own_blocks(form, origin))
     if file is not None:
-        _write(file, made)
+        _write(file, form, made)
     return made
 
 
-def widened_weights(
-    form: Form, setting: str, origin: Origin | None = None
-) -> dict[str, torch.Tensor]:
+def widened_weights(form: Form, setting: str, origin: Origin | None = None) -> dict[str, torch.Tensor]:
     """What the matrices are at a setting, by name and in the model's own dtype, for all that computes with floats."""
     own = _own_blocks(form, origin)
     found = {}
@@ -116,7 +115,7 @@ def _make(form: Form, setting: str, own: Mapping[str, Blocks]) -> Rounded:
 
 
 def _blocks(name: str, weight: torch.Tensor, setting: str, own: Mapping[str, Blocks]) -> Blocks | None:
-    """A file's own blocks lose nothing. Of the others the output matrix gets 8 bits always: every token is its choice."""
+    """A file's own blocks lose nothing. Else the output matrix gets 8 bits always: every token is its choice."""
     if not can_hold(weight):
         return None
     blocks = own.get(name)
@@ -165,6 +164,15 @@ def _within_heads(rows: int, head_size: int) -> torch.Tensor:
     return torch.arange(rows).reshape(-1, head_size // 2, 2).transpose(1, 2).reshape(-1)
 
 
+def _samples(form: Form) -> dict[str, list[float]]:
+    """A few numbers of every matrix: weights that were changed after loading must not meet what was kept for others."""
+    found = {}
+    for name, linear in form.matrices():
+        flat = linear.weight.detach().reshape(-1)
+        found[name] = flat[:: max(1, flat.numel() // _SAMPLES)].float().tolist()
+    return found
+
+
 def _read(file: Path, form: Form, setting: str) -> Rounded | None:
     """None for a file that is missing, damaged or of another shape: it is made anew."""
     from safetensors import safe_open
@@ -174,17 +182,21 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
             about = json.loads((content.metadata() or {})["about"])
             if about["format"] != _FORMAT or about["setting"] != setting:
                 return None
-            matrices = {
-                name: Packed(*about["matrices"][name], content.get_tensor(name))
-                for name in content.keys()  # noqa: SIM118
-            }
+            matrices = {}
+            for name, (kind, rows, columns) in about["matrices"].items():
+                matrices[name] = Packed(kind, rows, columns, content.get_tensor(name))
         left = tuple(about["left"])
+        same = about["samples"] == _samples(form)
     except Exception:  # from a missing file to a library's own errors
         return None
     shapes = {name: tuple(linear.weight.shape) for name, linear in form.matrices()}
-    whole = matrices.keys() | set(left) == shapes.keys() and all(
-        (matrix.rows, matrix.columns) == shapes[name] and matrix.nbytes == _size(matrix)
-        for name, matrix in matrices.items()
+    whole = (
+        same
+        and matrices.keys() | set(left) == shapes.keys()
+        and all(
+            (matrix.rows, matrix.columns) == shapes[name] and matrix.nbytes == _size(matrix)
+            for name, matrix in matrices.items()
+        )
     )
     return Rounded(setting, matrices, frozenset(about["kept"]), left) if whole else None
 
@@ -193,7 +205,7 @@ def _size(matrix: Packed) -> int:
     return -(-matrix.rows // LANES) * (matrix.columns // 32) * GROUP_BYTES.get(matrix.kind, 0)
 
 
-def _write(file: Path, made: Rounded) -> None:
+def _write(file: Path, form: Form, made: Rounded) -> None:
     """Written aside, then renamed. Where nothing can be written the next start rounds again, which is only slower."""
     from safetensors.torch import save_file
 
@@ -203,6 +215,7 @@ def _write(file: Path, made: Rounded) -> None:
         "matrices": {name: (m.kind, m.rows, m.columns) for name, m in made.matrices.items()},
         "kept": sorted(made.kept),
         "left": list(made.left),
+        "samples": _samples(form),
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
