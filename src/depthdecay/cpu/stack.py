@@ -221,12 +221,13 @@ class CpuStack(Stack):
         if filled + length > room:
             raise DepthDecayError(f"a layer was given position {filled + length}, but the plan left it room for {room}")
         rows, columns, firsts, kept = _tokens(batch, length, filled, mask)
-        if len(kept) < ids.numel():
-            chosen = torch.tensor(kept)
-            ids, position_ids = ids.reshape(-1)[chosen], position_ids.expand(batch, length).reshape(-1)[chosen]
+        ids, positions = ids.reshape(-1), position_ids.expand(batch, length).reshape(-1)
         count = len(rows)
-        state = nn.functional.embedding(ids.reshape(1, -1), self.form.embedding.weight).float()
-        cosine, sine = self._angles_at(position_ids.expand(batch, length) if count == ids.numel() else position_ids)
+        if count < len(ids):
+            chosen = torch.tensor(kept)
+            ids, positions = ids[chosen], positions[chosen]
+        state = nn.functional.embedding(ids, self.form.embedding.weight).float()
+        cosine, sine = self._angles_at(positions)
         # Of every text the last `keep` tokens; texts end in the same column.
         ends = [index for index in range(count) if columns[index] >= filled + length - keep]
         model = self._model if short is None else self._shortened(short)
@@ -293,9 +294,8 @@ class CpuStack(Stack):
         runs, maps, needed = self._maps[key][:3]
         return runs, maps, needed
 
-    def _angles_at(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine by token, (tokens, head size), from a table that the model's own module fills."""
-        positions = position_ids.reshape(-1)
         last = int(positions.max()) if positions.numel() > 1 else int(positions)
         if self._angles is None or last >= self._angles[0].shape[0]:
             known = max(512, 1 << last.bit_length())
