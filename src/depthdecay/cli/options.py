@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -233,7 +236,7 @@ class ModelOptions:
     def load(self, quiet: bool = False) -> LoadedModel:
         # The Hub shows bars of its own while it downloads, which a spinner would tear.
         is_local = self.model == DEFAULT_MODEL or expanded(self.model).exists()
-        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
+        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say, no_collection():
             from transformers.utils import logging
 
             from depthdecay.cpu.threads import set_threads
@@ -269,6 +272,17 @@ class ModelOptions:
             quantize=self.setting(loaded),
             origin=loaded.origin,
         )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Libraries make a million objects that stay: looking through them for garbage, now and at each step, finds none."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def open_engine(
