@@ -49,7 +49,7 @@ def test_keys_are_not_copied() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_engines_say_the_same_with_it(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(architecture), dd.Plan.decay(LAYERS, 0.95)
-    expected = [r.token_ids for r in dd.Engine(model, plan=plan).generate(PROMPTS, 16, eos_token_id=None)]
+    expected = [r.token_ids for r in dd.Engine(model, plan=plan, fast=False).generate(PROMPTS, 16, eos_token_id=None)]
     taken: list[int] = []
     original = attention.grouped_attention
 
@@ -60,7 +60,7 @@ def test_engines_say_the_same_with_it(architecture: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "grouped_attention", counted)
     before = AttentionInterface._global_mapping["sdpa"]
     with attention.grouped_steps(model.config):
-        given = [r.token_ids for r in dd.Engine(model, plan=plan).generate(PROMPTS, 16, eos_token_id=None)]
+        given = [r.token_ids for r in dd.Engine(model, plan=plan, fast=False).generate(PROMPTS, 16, eos_token_id=None)]
     assert given == expected
     assert AttentionInterface._global_mapping["sdpa"] is before
     config = model.config

@@ -276,7 +276,7 @@ class ModelOptions:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Libraries make a million objects that stay: looking through them for garbage, now and at each step, finds none."""
+    """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
     gc.disable()
     try:
         yield
