@@ -303,6 +303,14 @@ def test_the_embedded_models_own_blocks_are_the_model(monkeypatch: pytest.Monkey
     assert json.dumps(stack.rounded.describe())  # type: ignore[attr-defined]
 
 
+def test_calibration_sees_the_rounded_weights() -> None:
+    model = tiny_model()
+    expected = tokens(dd.Engine(model, quantize="int4"), PROMPTS[:1])
+    assert tokens(dd.Engine(model), PROMPTS[:1]) != expected
+    cpu.widen_in_place(model, "int4")
+    assert tokens(dd.Engine(model), PROMPTS[:1]) == expected
+
+
 def test_form_refuses_by_name_what_it_finds() -> None:
     with pytest.raises(OtherForm, match="layer 0"):
         form_of(Stack.of(tiny_model("olmo2")))

@@ -81,25 +81,25 @@ def rounded_to_8(weight: torch.Tensor) -> Blocks:
 def rounded_to_4(weight: torch.Tensor) -> Blocks:
     """By blocks, the range that leaves the smallest square error."""
     values = weight.float().reshape(weight.shape[0], -1, BLOCK)
-    low, high = values.amin(-1), values.amax(-1)
-    best: list[torch.Tensor] = []
-    for share in _RANGES:
-        cut = (high - low) * (1 - share) / 2
-        scale, offset = ((high - low - 2 * cut) / 15).half(), (low + cut).half()
-        numbers = ((values - offset.float().unsqueeze(-1)) / _divisor(scale)).round().clamp(0, 15)
-        widened = numbers * scale.float().unsqueeze(-1) + offset.float().unsqueeze(-1)
-        error = (widened - values).pow(2).sum(-1)
-        if not best:
-            best = [error, numbers, scale, offset]
-            continue
-        better = error < best[0]
-        best[1] = torch.where(better.unsqueeze(-1), numbers, best[1])
-        best = [
-            torch.where(better, new, old) if new is not numbers else best[1]
-            for new, old in zip((error, numbers, scale, offset), best, strict=True)
-        ]
-    _, numbers, scale, offset = best
+    errors = torch.stack([_square_error(values, *_in_16_steps(values, torch.tensor(share))) for share in _RANGES])
+    numbers, scale, offset = _in_16_steps(values, torch.tensor(_RANGES)[errors.argmin(0)])
     return Blocks(INT4, numbers.to(torch.uint8).reshape(weight.shape), scale, offset)
+
+
+def _in_16_steps(values: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers, scale and offset where so much of each block's range is divided into 15 steps."""
+    low, high = values.amin(-1), values.amax(-1)
+    span = (high - low) * share
+    scale, offset = (span / 15).half(), (low + (high - low - span) / 2).half()
+    numbers = ((values - offset.float().unsqueeze(-1)) / _divisor(scale)).round().clamp(0, 15)
+    return numbers, scale, offset
+
+
+def _square_error(
+    values: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    widened = numbers * scale.float().unsqueeze(-1) + offset.float().unsqueeze(-1)
+    return (widened - values).pow(2).sum(-1)
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,8 @@ def _fast_stack(
     fast: bool | None,
     say: Callable[[str], None],
 ) -> Stack:
-    try:
-        if fast is False:
-            raise native.Unavailable("compiled code was not wanted")
-        code = native.library()
-    except native.Unavailable as reason:
-        _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
+    code = None if fast is False else _code()
+    if code is None:
         if setting is None or rounded(form, setting, origin, say).is_exact:
             return plain
         return WidenedStack.over(plain, form, setting, origin)
@@ -96,10 +92,18 @@ def _fast_stack(
     return trial
 
 
+def _code() -> native.Library | None:
+    try:
+        return native.library()
+    except native.Unavailable as reason:
+        _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
+        return None
+
+
 def widen_in_place(model: Any, setting: str, origin: Origin | None = None) -> None:
     """Give a model the weights that it has at a setting: calibration looks into layers, which compiled code hides.
 
-    An output matrix that is the embedding too stays as it is: it has 8 bits at most settings, and embeddings have all.
+    An output matrix that is the embedding too stays as it is: embeddings are not rounded.
     """
     check_setting(setting)
     plain = Stack.of(model)
