@@ -13,19 +13,21 @@ from typing import Any
 import torch
 
 from .cache import PlannedCache, bucket_for
+from .cpu.stack import open_stack
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
 from .lossless import LosslessDecoder, LosslessRun, drafting_for, drafting_plan
 from .lossless_graphs import LosslessGraphDecoder
 from .mailbox import Mailbox
+from .origin import Origin
 from .plan import Plan
 from .plan_check import check_plan
 from .repairs import Repairs, repairs_for
 from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
 from .short_head import ShortHead
-from .stack import Stack, primary_device, require_eval
+from .stack import primary_device, require_eval
 from .text import TextStream
 from .windows import LONGEST, Drafting
 
@@ -148,7 +150,9 @@ class _Row:
 class Engine:
     """Decodes with a model by a plan. Without a plan every token runs all layers.
 
-    The model is changed only while a call runs, and left exactly as it was found.
+    The model is changed only while a call runs, and left exactly as it was found. On a CPU `quantize` (none, int8,
+    int4) says how its weights are read; `origin`, which `load` gives, keeps what was rounded for the next start, and
+    `fast=False` leaves passes to the model's own forward.
     """
 
     def __init__(
@@ -162,8 +166,11 @@ class Engine:
         allow_other_weights: bool = False,
         repairs: Repairs | None = None,
         drafter: Plan | None = None,
+        quantize: str | None = None,
+        origin: Origin | None = None,
+        fast: bool | None = None,
     ) -> None:
-        self.stack = Stack.of(model)
+        self.stack = open_stack(model, quantize=quantize, origin=origin, fast=fast)
         require_eval(self.stack.model)
         self.tokenizer = tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
