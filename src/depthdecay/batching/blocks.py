@@ -34,10 +34,13 @@ class Store:
     def __init__(self, shape: Shape, blocks: int) -> None:
         self.shape = shape
         self.blocks = blocks
-        # Block 0 is never given out: padding reads it, and its zeros disturb no sum.
+        # Block 0 is never given out: padding reads it, and its zeros disturb no sum. The others are read only where
+        # they have been written, so they are not touched here: a machine gives memory that is used, not asked for.
         positions = (blocks + 1) * BLOCK
-        self.keys = torch.zeros((positions, *shape.key), dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros((positions, *shape.value), dtype=shape.dtype, device=shape.device)
+        self.keys = torch.empty((positions, *shape.key), dtype=shape.dtype, device=shape.device)
+        self.values = torch.empty((positions, *shape.value), dtype=shape.dtype, device=shape.device)
+        self.keys[:BLOCK] = 0
+        self.values[:BLOCK] = 0
         self.free = list(range(blocks, 0, -1))
         self.promised = 0  # what rows in the batch may still come to hold at once
         self._gathered = [self.keys[:0], self.values[:0]]
