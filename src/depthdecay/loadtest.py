@@ -128,7 +128,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
     import httpx
 
     generator = random.Random(load.seed)
-    asks = [_ask(load, generator, number) for number in range(load.requests)]
+    asks = [ask_for(load, generator, number) for number in range(load.requests)]
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=load.concurrency)
     free = asyncio.Semaphore(load.concurrency)
@@ -169,7 +169,7 @@ async def _require_server(client: Any, url: str) -> None:
         raise DepthDecayError(f"the server at {url} is not ready: {one_line(health.text)}")
 
 
-def _ask(load: Load, generator: random.Random, number: int) -> tuple[dict[str, Any], int | None]:
+def ask_for(load: Load, generator: random.Random, number: int) -> tuple[dict[str, Any], int | None]:
     prompt = f"{generator.choice(_STARTS)} {generator.choice(_SUBJECTS)}, part {number}:"
     depth = generator.choice(load.depth)
     leaves = generator.random() < load.hang_up
