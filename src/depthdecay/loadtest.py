@@ -84,6 +84,7 @@ class Report:
 
     seconds: float
     outcomes: list[Outcome] = field(default_factory=list)
+    left_behind: dict[str, float] = field(default_factory=dict)  # in the server, once all clients were done
 
     @property
     def whole(self) -> int:
@@ -103,6 +104,7 @@ class Report:
             "whole": self.whole,
             "hung_up": sum(outcome.kind == "hung up" for outcome in self.outcomes),
             "errors": self.errors,
+            "left_behind": self.left_behind,
             "tokens": tokens,
             "tokens_per_second": tokens / self.seconds,
             "requests_per_second": len(self.outcomes) / self.seconds,
@@ -155,7 +157,22 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
             await free.acquire()
             tasks.append(asyncio.create_task(go(body, hang_up_after)))
         await asyncio.gather(*tasks)
-        return Report(time.perf_counter() - started, outcomes)
+        seconds = time.perf_counter() - started
+        return Report(seconds, outcomes, await _left_behind(client))
+
+
+async def _left_behind(client: Any) -> dict[str, float]:
+    """What the server still holds a few steps after the last client: nothing, unless it serves others too."""
+    names = ("rows_running", "requests_waiting", "cache_bytes_used")
+    held: dict[str, float] = {}
+    for _ in range(50):
+        lines = (await client.get("/metrics")).text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
+        held = {name: float(values.get(f"depthdecay_{name}", "nan")) for name in names}
+        if not any(held.values()):
+            break
+        await asyncio.sleep(0.1)
+    return held
 
 
 async def _require_server(client: Any, url: str) -> None:

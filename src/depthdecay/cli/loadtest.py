@@ -97,6 +97,8 @@ def show(report: Report) -> None:
         rows["layer speed-up"] = f"{figures['layer_speedup']:.3f}"
     if figures["hung_up"]:
         rows["hung up"] = str(figures["hung_up"])
+    held = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in figures["left_behind"].items() if value)
+    rows["left behind"] = held or "nothing"
     rows["errors"] = ", ".join(f"{kind}: {count}" for kind, count in figures["errors"].items()) or "none"
     for name, value in rows.items():
         table.add_row(name, value)

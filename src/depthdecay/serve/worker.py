@@ -73,6 +73,10 @@ class Worker:
         if self.state != "ready":
             raise ApiError(503, f"the server is {self.state}; try again later", code=self.state, retry_after=5)
         count = len(request.prompts)
+        if count > self.max_waiting:
+            raise ApiError(
+                400, f"{count} sequences were asked for at once, but {self.max_waiting} may wait; ask for fewer"
+            )
         with self._wake:
             if self.waiting + count > self.max_waiting:
                 raise ApiError(
