@@ -121,7 +121,9 @@ def check_random_arrivals(model: Any, seed: int, repairs: Repairs | None = None)
             assert update.error is None
             assert update.id not in cancelled
             got[update.id].append((update.token, update.depth))
-            if update.finished:
+            if update.result is not None:
+                assert update.finished
+                assert update.result.layers_executed == sum(update.result.depths)
                 ended.add(update.id)
     assert_nothing_left(batcher)
     assert ended | cancelled == asked.keys()

@@ -344,6 +344,10 @@ def test_metrics_count_what_ran(engine: Engine) -> None:
         assert told["depthdecay_rows_running"] == 0
         assert told["depthdecay_cache_bytes_used"] == 0
         assert told['depthdecay_requests_total{path="/v1/completions",status="200"}'] == 1
+        for name in ("made-up", "made/up", "/v9"):
+            httpx.get(f"{server.url}/v1/models/{name}")
+        labels = [name for name in values(server) if "made" in name or "v9" in name]
+        assert not labels  # a client cannot make up labels without end
 
 
 def test_logs_have_ids_and_figures_and_no_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -177,7 +177,12 @@ class Batcher:
         sequences = []
         for number, prompt in enumerate(request.prompts):
             needs = self._needs(prompt, plan, request.max_new_tokens)
-            result = Result(num_layers=self.stack.num_layers, prompt_tokens=len(prompt), mode=mode, seed=request.seed)
+            result = Result(
+                num_layers=self.stack.num_layers,
+                prompt_tokens=len(prompt),
+                mode="decay" if mode == "decay" else "full",
+                seed=request.seed,
+            )
             sampler = Sampler(
                 self.stack.model,
                 request.generation_config,

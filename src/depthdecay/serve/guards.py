@@ -60,7 +60,7 @@ class Guard:
             else:
                 await self.app(scope, self._counted(receive), labelled)
         finally:
-            path = scope["path"] if "route" in scope else "other"  # not whatever a client makes up
+            path = getattr(scope.get("route"), "path", "other")  # not whatever a client makes up
             self.seen(path, status)
             seconds = round(time.monotonic() - started, 4)
             record = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
