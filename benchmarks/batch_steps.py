@@ -1,8 +1,8 @@
 """What a plan saves in a batch on a busy machine: full depth and decay, step by step in turns.
 
 python benchmarks/batch_steps.py [--rows 32] [--tokens 128] [--json FILE]. Two batches of one model, started together,
-take turns at every step, so that both see the same machine. Times are those of the thread on its processor, which others
-use too. Without HTTP; prompts are not counted, only decoding.
+take turns at every step, so that both see the same machine. Times are those of the thread on its processor, which
+others use too. Without HTTP; prompts are not counted, only decoding.
 """
 
 from __future__ import annotations

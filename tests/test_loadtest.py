@@ -81,6 +81,7 @@ def test_random_arrivals_mixed_depths_and_hang_ups(server: Running, tmp_path: Pa
     assert told["layer_speedup"] > 1
     assert told["left_behind"] == {"rows_running": 0, "requests_waiting": 0, "cache_bytes_used": 0}
     assert told["kind"] == "loadtest"
+    assert told["model"] == "tiny"
     assert told["commit"]
     until(server.is_clean)
 
@@ -117,6 +118,13 @@ def test_loads_that_make_no_sense_are_refused(changes: dict[str, Any], words: st
         Load(**changes)
 
 
+def test_a_server_that_wants_a_key(tmp_path: Path) -> None:
+    with running(tiny_engine(tmp_path), api_key="k") as server:
+        with pytest.raises(DepthDecayError, match="API key"):
+            run_load(Load(server.url, requests=1))
+        assert run_load(Load(server.url, requests=1, max_tokens=2, api_key="k")).whole == 1
+
+
 def test_nobody_there() -> None:
     with pytest.raises(DepthDecayError, match="nobody answers"):
         run_load(Load("http://127.0.0.1:9", requests=1))
@@ -136,4 +144,4 @@ def test_depths_of_requests() -> None:
 def test_percentiles_occurred() -> None:
     assert percentiles([None]) is None
     assert percentiles([float(n) for n in range(1, 101)]) == {"p50": 50_000, "p95": 95_000, "p99": 99_000}
-    assert Report(1.0, [Outcome("whole"), Outcome("status 429")]).errors == {"status 429": 1}
+    assert Report("tiny", 1.0, [Outcome("whole"), Outcome("status 429")]).errors == {"status 429": 1}

@@ -82,6 +82,7 @@ class Outcome:
 class Report:
     """All requests together."""
 
+    model: str
     seconds: float
     outcomes: list[Outcome] = field(default_factory=list)
     left_behind: dict[str, float] = field(default_factory=dict)  # in the server, once all clients were done
@@ -99,6 +100,7 @@ class Report:
         executed = sum(outcome.layers_executed for outcome in self.outcomes)
         full = sum(outcome.layers_full for outcome in self.outcomes)
         return {
+            "model": self.model,
             "seconds": self.seconds,
             "requests": len(self.outcomes),
             "whole": self.whole,
@@ -138,7 +140,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
     async with httpx.AsyncClient(
         base_url=load.url, headers=headers, limits=limits, timeout=load.timeout_seconds
     ) as client:
-        await _require_server(client, load.url)
+        model = await _served_model(client, load.url)
         started = time.perf_counter()
 
         async def go(body: dict[str, Any], hang_up_after: int | None) -> None:
@@ -158,7 +160,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
             tasks.append(asyncio.create_task(go(body, hang_up_after)))
         await asyncio.gather(*tasks)
         seconds = time.perf_counter() - started
-        return Report(seconds, outcomes, await _left_behind(client))
+        return Report(model, seconds, outcomes, await _left_behind(client))
 
 
 async def _left_behind(client: Any) -> dict[str, float]:
@@ -175,7 +177,8 @@ async def _left_behind(client: Any) -> dict[str, float]:
     return held
 
 
-async def _require_server(client: Any, url: str) -> None:
+async def _served_model(client: Any, url: str) -> str:
+    """The name of the model; an error where no server is there, or none that is ready."""
     import httpx
 
     try:
@@ -184,6 +187,10 @@ async def _require_server(client: Any, url: str) -> None:
         raise DepthDecayError(f"nobody answers at {url}: {one_line(error)}; start depthdecay serve first") from None
     if health.status_code != 200:
         raise DepthDecayError(f"the server at {url} is not ready: {one_line(health.text)}")
+    models = await client.get("/v1/models")
+    if models.status_code != 200:
+        raise DepthDecayError(f"the server at {url} does not tell its models: {one_line(models.text)}")
+    return str(models.json()["data"][0]["id"])
 
 
 def ask_for(load: Load, generator: random.Random, number: int) -> tuple[dict[str, Any], int | None]:
