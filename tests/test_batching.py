@@ -97,11 +97,13 @@ def alone(model: Any, ask: dict[str, Any], repairs: Repairs | None) -> list[tupl
     return list(zip(result.token_ids, result.depths, strict=True))
 
 
-def check_random_arrivals(model: Any, seed: int, repairs: Repairs | None = None) -> None:
+def check_random_arrivals(
+    model: Any, seed: int, repairs: Repairs | None = None, settings: BatchSettings = SMALL
+) -> None:
     """Requests come at random steps, some are given up on the way; the others get what they get alone."""
     generator = random.Random(seed)
     plan = Plan.decay(LAYERS, "0.9")
-    batcher = Batcher(Engine(model, None, plan, repairs=repairs), SMALL)
+    batcher = Batcher(Engine(model, None, plan, repairs=repairs), settings)
     coming = random_asks(generator, 12)
     asked: dict[int, dict[str, Any]] = {}
     got: dict[int, list[tuple[int | None, int]]] = {}
@@ -125,6 +127,8 @@ def check_random_arrivals(model: Any, seed: int, repairs: Repairs | None = None)
                 assert update.finished
                 assert update.result.layers_executed == sum(update.result.depths)
                 ended.add(update.id)
+        usage = batcher.usage()
+        assert usage.used <= usage.promised <= usage.total
     assert_nothing_left(batcher)
     assert ended | cancelled == asked.keys()
     for number in asked:
@@ -139,6 +143,13 @@ def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_one_depth_share_their_own_repairs(seed: int) -> None:
     check_random_arrivals(tiny_model(), seed, random_repairs(Plan.decay(LAYERS, "0.9")))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_little_room_makes_requests_wait_and_changes_no_token(seed: int) -> None:
+    model = tiny_model()
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    check_random_arrivals(model, seed, settings=BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block))
 
 
 def test_layers_are_counted_where_they_run_and_idle_ones_do_not_run() -> None:

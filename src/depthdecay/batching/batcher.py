@@ -212,8 +212,7 @@ class Batcher:
         if mode not in ("full", "decay", "lossless"):
             raise DepthDecayError(f"unknown mode '{mode}'; choose one of full, decay, lossless")
         if mode != "decay":
-            # The served ladder, so that rows of all modes are sorted into one batch.
-            return self.engine.full_plan
+            return self.engine.full_plan  # every layer, so nested with any ladder
         plan = plan or self.engine.plan
         if plan is None:
             raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
