@@ -21,7 +21,7 @@ from depthdecay.models import load
 from depthdecay.serve.app import ServeSettings, make_app
 from depthdecay.serve.worker import Worker
 
-PATIENCE = 60.0
+PATIENCE = 240.0  # a busy machine may take its time; nothing here waits in vain
 
 
 @dataclass
