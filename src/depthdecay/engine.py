@@ -114,7 +114,7 @@ class Stream(Iterator[Piece]):
         return next(self._pieces)
 
 
-class _Row:
+class Row:
     """One sequence of a batch on the host's side."""
 
     def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:
@@ -263,7 +263,7 @@ class Engine:
         require_eval(self.stack.model)
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [_Row(result, self.tokenizer, request) for result in results]
+        rows = [Row(result, self.tokenizer, request) for result in results]
         with self._borrowed_decoder(plan, prompt, request.max_new_tokens) as decoder:
             # Gradients are off within each pass only: a consumer's code runs between them.
             with torch.no_grad():
@@ -311,7 +311,7 @@ class Engine:
             raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
         plan, layers = self.drafting_plan, self.stack.num_layers
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [_Row(result, self.tokenizer, request) for result in results]
+        rows = [Row(result, self.tokenizer, request) for result in results]
         drafting = self._prepared_drafting()
         with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens, drafting) as decoder:
             sampler = self._sampler(request, prompt)
