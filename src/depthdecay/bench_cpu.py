@@ -70,6 +70,7 @@ class _Contender:
     full: str | None = None  # the title of the same precision at full depth
     plan: Plan | None = None
     costs: Costs | None = None
+    close: Callable[[], None] = lambda: None
 
     def measure(self, keep: bool = True) -> None:
         if self.error is not None:
@@ -139,6 +140,8 @@ def run_cpu_bench(
         for contender in contenders:
             progress(f"round {number + 1} of {rounds}: {contender.title}")
             contender.measure()
+    for contender in contenders:
+        contender.close()
     by_title = {contender.title: contender for contender in contenders}
     report.rows = [_row(contender, by_title, report, new_tokens) for contender in contenders]
     return report
@@ -223,7 +226,7 @@ def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _Contender:
             token[0] = int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
         return time.perf_counter() - started
 
-    return _Contender(LLAMA, decode, _file_bytes(gguf))
+    return _Contender(LLAMA, decode, _file_bytes(gguf), close=model.close)
 
 
 def _file_bytes(gguf: Path) -> int:
