@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from conftest import LAYERS, PROMPTS, VOCABULARY, tiny_model
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
 from depthdecay.batching.blocks import BLOCK, Blocks, Shape
+from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.ladder import runs_of
+from depthdecay.models import load
 from depthdecay.repairs import Repair, Repairs
-from depthdecay.request import prepare_request
+from depthdecay.request import PLAIN_GREEDY, prepare_request
 
 SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 
@@ -336,3 +339,23 @@ def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
     assert_nothing_left(batcher)
     assert batcher.pace.lone_layer > 0
     assert batcher.counters.tokens == 0
+
+
+def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
+    """With its calibrated plan and repair maps, and texts that come one after the other."""
+    loaded = load(device="cpu")
+    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
+    batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
+    questions = ["Why is the sky blue?", "Name three colours of the rainbow and say why.", "What is bread made of?"]
+    asks = [(question, mode) for question in questions for mode in ("decay", "full")]
+    got: dict[int, list[int | None]] = {}
+    for question, mode in asks:
+        (number,) = batcher.submit(prepare_request(engine, [question], 48, PLAIN_GREEDY), None, mode)
+        got[number] = []
+        for update in [update for _ in range(5) for update in batcher.step()]:
+            got[update.id].append(update.token)
+    for update in run_dry(batcher):
+        got[update.id].append(update.token)
+    for (question, mode), tokens in zip(asks, got.values(), strict=True):
+        assert tokens == engine.generate([question], 48, mode=mode, **PLAIN_GREEDY)[0].token_ids
+    assert_nothing_left(batcher)

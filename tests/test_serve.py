@@ -305,6 +305,20 @@ def test_the_key(engine: Engine) -> None:
             assert httpx.get(f"{server.url}{path}").status_code == 200
 
 
+def test_pages_of_other_sites_may_ask_only_where_told(server: Running, engine: Engine) -> None:
+    headers = {"Origin": "https://friend.example", "Access-Control-Request-Method": "POST"}
+
+    def allowed(running_server: Running) -> str | None:
+        response = httpx.options(f"{running_server.url}/v1/completions", headers=headers)
+        return response.headers.get("access-control-allow-origin")
+
+    assert allowed(server) is None
+    with running(engine, BATCH, cors_origins=("https://friend.example",), api_key="k") as friendly:
+        assert allowed(friendly) == "https://friend.example"
+        headers["Origin"] = "https://other.example"
+        assert allowed(friendly) is None
+
+
 # Operation.
 
 
@@ -396,6 +410,7 @@ def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
             assert server.worker.batcher.rows
         until(server.is_clean)
         assert server.worker.batcher.counters.tokens < 250
+        assert "depthdecay_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
         with pytest.raises(httpx.ReadTimeout):  # one that does not stream, too
             httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=0.05)
         until(server.is_clean)

@@ -27,7 +27,7 @@ def loadtest(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
     mode: Annotated[
         list[str] | None,
-        typer.Option(metavar="full|decay|lossless", help="Dealt out at random where repeated [the server's]."),
+        typer.Option(metavar="full|decay|lossless", help="Dealt out at random where repeated; else the server's."),
     ] = None,
     alpha: Annotated[list[str] | None, typer.Option(metavar="NUMBER", help="Decay with this α; repeatable.")] = None,
     speedup: Annotated[list[str] | None, typer.Option(metavar="NUMBER", help="Decay to this; repeatable.")] = None,

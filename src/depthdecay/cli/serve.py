@@ -34,7 +34,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 8000,
     served_name: Annotated[
-        str | None, typer.Option(help="The model's name in the API [as given].", rich_help_panel=_SERVER)
+        str | None, typer.Option(help="The model's name in the API; else as given.", rich_help_panel=_SERVER)
     ] = None,
     api_key: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait.", rich_help_panel=_LIMITS)] = 256,
     prefill_tokens: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens read between two steps [128; CUDA 1024].", rich_help_panel=_LIMITS),
+        typer.Option(help="Prompt tokens read between two steps; else 128, on CUDA 1024.", rich_help_panel=_LIMITS),
     ] = None,
     cohort_ms: Annotated[
         float,
@@ -56,10 +56,12 @@ def serve(
     ] = 20.0,
     cache_gb: Annotated[
         float | None,
-        typer.Option(help="For keys and values [whole texts, up to half of what is free].", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="For keys and values; else for whole texts, up to half of what is free.", rich_help_panel=_LIMITS
+        ),
     ] = None,
     max_positions: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer [the model's].", rich_help_panel=_LIMITS)
+        int | None, typer.Option(help="Longest prompt and answer; else the model's.", rich_help_panel=_LIMITS)
     ] = None,
     max_body_kb: Annotated[int, typer.Option(help="Largest request.", rich_help_panel=_LIMITS)] = 1024,
     timeout: Annotated[float, typer.Option(help="Seconds for one request.", rich_help_panel=_LIMITS)] = 600.0,

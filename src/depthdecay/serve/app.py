@@ -214,7 +214,7 @@ class Service:
         self.metrics.answered(account)
         whole = all(choice.result is not None for choice in answer.choices.values())
         if not whole:
-            self.metrics.hang_ups.inc()
+            self.metrics.broken_off.inc()
         depth = answer.depth_account(with_depths=False)
         log.update(whole=whole, tokens=account.tokens, layer_speedup=round(depth["layer_speedup"], 3))
         if account.first_token is not None:

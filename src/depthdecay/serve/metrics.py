@@ -27,7 +27,9 @@ class Metrics:
             Gauge(f"depthdecay_{name}", about, registry=registry).set_function(read)
 
         self.requests = counter("requests", "Requests by path and status.", "path", "status")
-        self.hang_ups = counter("hang_ups", "Clients that went away before their answer was whole.")
+        self.broken_off = counter(
+            "broken_off", "Answers that ended before they were whole: hang-ups, timeouts, errors."
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
         self.tokens = counter("tokens", "Tokens generated.")
         self.layers_executed = counter("layers_executed", "Layers times rows that decoding passes ran.")
