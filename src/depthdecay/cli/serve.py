@@ -84,7 +84,12 @@ def serve(
             f"serving needs {error.name}, which is not installed; pip install 'depthdecay[serve]'"
         ) from None
     model_options = opt.ModelOptions(
-        model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
+        model,
+        device,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        allow_other_weights=allow_other_weights,
+        quantize="none",  # batches run the model's own layers
     )
     loaded, engine = opt.open_engine(model_options, plan_options, None)
     if engine.tokenizer is None:
