@@ -13,7 +13,7 @@ from conftest import LAYERS, PROMPTS, VOCABULARY, tiny_model
 
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
-from depthdecay.batching.blocks import BLOCK, Blocks, Shape
+from depthdecay.batching.blocks import BLOCK, Blocks, Shape, Store
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.ladder import runs_of
 from depthdecay.models import load
@@ -245,6 +245,15 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     assert [len(store.free) for store in blocks.stores] == [8, 5]
     blocks.leave(slot)
     assert [len(store.free) for store in blocks.stores] == [8, 8]
+
+
+def test_room_is_bounded_by_what_can_be_used_and_by_what_there_is() -> None:
+    engine = Engine(tiny_model(), None)
+    generous = Batcher(engine, BatchSettings(max_batch=2, max_positions=64, cache_bytes=10**18))
+    a_block = generous.blocks.stores[0].shape.block_bytes * LAYERS
+    assert generous.usage().total == 2 * 64 // BLOCK * a_block
+    with pytest.raises(DepthDecayError, match="do not fit into the memory of cpu"):
+        Store(generous.blocks.stores[0].shape, 10**12)
 
 
 class Time:

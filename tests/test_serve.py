@@ -603,7 +603,8 @@ def test_options_that_make_no_sense_end_with_one_line(tiny_folder: str, options:
     assert "Traceback" not in ran.output
 
 
-def test_a_port_in_use_ends_with_one_line(tiny_folder: str) -> None:
+def test_a_port_in_use_ends_with_one_line(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthdecay.serve.run.log_to_stderr", lambda: None)  # the runner's stderr is closed afterwards
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

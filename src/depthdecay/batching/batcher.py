@@ -138,9 +138,8 @@ class Batcher:
         self.max_positions = min(limit, self.settings.max_positions or limit)
         shapes = shapes_of(self.stack)
         a_block = sum(shape.block_bytes for shape in shapes)
-        wanted = self.settings.cache_bytes or _default_cache_bytes(
-            a_block, self.settings.max_batch, self.max_positions, engine.device
-        )
+        useful = self.settings.max_batch * blocks_for(self.max_positions) * a_block
+        wanted = min(useful, self.settings.cache_bytes or max(a_block, _free_bytes(engine.device) // 2))
         if wanted < a_block:
             raise DepthDecayError(
                 f"{wanted} bytes for keys and values hold not even one block; expected at least {a_block}"
@@ -424,11 +423,9 @@ def _refuse_unsupported(engine: Engine) -> None:
         )
 
 
-def _default_cache_bytes(a_block: int, max_batch: int, positions: int, device: torch.device) -> int:
-    """Room for a whole batch of longest texts, within half of the memory that is free."""
-    wanted = max_batch * blocks_for(positions) * a_block
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else wanted
-    return int(max(a_block, min(wanted, free // 2)))
+        return int(torch.cuda.mem_get_info(device)[0])
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 2**32  # where the system does not say

@@ -37,8 +37,14 @@ class Store:
         # Block 0 is never given out: padding reads it, and its zeros disturb no sum. The others are read only where
         # they have been written, so they are not touched here: a machine gives memory that is used, not asked for.
         positions = (blocks + 1) * BLOCK
-        self.keys = torch.empty((positions, *shape.key), dtype=shape.dtype, device=shape.device)
-        self.values = torch.empty((positions, *shape.value), dtype=shape.dtype, device=shape.device)
+        try:
+            self.keys = torch.empty((positions, *shape.key), dtype=shape.dtype, device=shape.device)
+            self.values = torch.empty((positions, *shape.value), dtype=shape.dtype, device=shape.device)
+        except RuntimeError:  # what torch raises on a CPU; on CUDA a kind of it
+            size = blocks * shape.block_bytes / 1e9
+            raise DepthDecayError(
+                f"{size:.1f} GB for keys and values do not fit into the memory of {shape.device}; give them less room"
+            ) from None
         self.keys[:BLOCK] = 0
         self.values[:BLOCK] = 0
         self.free = list(range(blocks, 0, -1))
