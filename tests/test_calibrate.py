@@ -17,12 +17,12 @@ import depthdecay as dd
 from depthdecay.budget import Costs, cost_speedup, drafter_of, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
-from depthdecay.calibrate.draft import expected
+from depthdecay.calibrate.drafter import expected
 from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
 from depthdecay.calibrate.fit import Moments, Trace, _sample, fit_plan
+from depthdecay.calibrate.goal import upper_bound
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
-from depthdecay.calibrate.run import upper_bound
 from depthdecay.calibrate.search import Found, Search
 from depthdecay.decoding import Prompt
 from depthdecay.errors import DepthDecayError

@@ -15,6 +15,18 @@ from .attend import attend, can_attend
 from .devices import cuda_generation, overlaps_kernels
 
 
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for nothing beyond a softmax over the keys."""
+    special = ("position_bias", "softcap", "s_aux")
+    return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in special)
+
+
+def scaling_of(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
+    """What a call multiplies scores by; where it does not say, as torch does."""
+    scaling = kwargs.get("scaling")
+    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
 @functools.cache
 def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' sdpa function, with passes over a few new tokens taken over where that is the same and cheaper.
@@ -27,16 +39,12 @@ def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        special = ("position_bias", "softcap", "s_aux")
-        plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in special)
         # Where heads share keys, transformers copies these for every head: for 400 rows that is most of a step. Batches
         # of other models keep torch's kernels, which then have enough to do.
         pays = query.shape[0] == 1 or query.shape[1] > key.shape[1]
-        if not (capable and plain and pays and can_attend(query, key, value, mask)):
+        if not (capable and _is_plain(kwargs) and pays and can_attend(query, key, value, mask)):
             return original(module, query, key, value, mask, **kwargs)
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, mask, scaling, overlap), None
+        return attend(query, key, value, mask, scaling_of(query, kwargs), overlap), None
 
     return forward
 
@@ -51,10 +59,8 @@ def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        special = ("position_bias", "softcap", "s_aux")
-        plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in special)
         shares = query.shape[1] > key.shape[1] and query.shape[2] == 1
-        if not (plain and shares and (mask is None or mask.shape[1] == 1)):
+        if not (_is_plain(kwargs) and shares and (mask is None or mask.shape[1] == 1)):
             return original(module, query, key, value, mask, **kwargs)
         batch, heads, _, size = query.shape
         folded = query.reshape(batch, key.shape[1], heads // key.shape[1], size)
@@ -66,16 +72,17 @@ def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def attention_in_steps(config: Any) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention take our CUDA kernels where it pays."""
-    return _replaced(config, stepwise)
+    return replaced_attention(config, stepwise)
 
 
 def grouped_attention(config: Any) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention copy no keys for heads that share them."""
-    return _replaced(config, grouped)
+    return replaced_attention(config, grouped)
 
 
 @contextlib.contextmanager
-def _replaced(config: Any, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced_attention(config: Any, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While open, models that use torch's attention take what is made of transformers' function for it."""
     mapping = AttentionInterface._global_mapping
     original = mapping.get("sdpa")
     if getattr(config, "_attn_implementation", None) != "sdpa" or original is None:

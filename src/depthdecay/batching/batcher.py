@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine import Engine, Result, Row
+from ..devices import free_bytes
+from ..engine import MODES, Engine, Result, Row
 from ..errors import DepthDecayError, UnsupportedModelError
 from ..plan import Plan
 from ..request import PLAIN_GREEDY, Request, prepare_request
@@ -139,7 +140,7 @@ class Batcher:
         shapes = shapes_of(self.stack)
         a_block = sum(shape.block_bytes for shape in shapes)
         useful = self.settings.max_batch * blocks_for(self.max_positions) * a_block
-        wanted = min(useful, self.settings.cache_bytes or max(a_block, _free_bytes(engine.device) // 2))
+        wanted = min(useful, self.settings.cache_bytes or max(a_block, _spare_bytes(engine.device)))
         if wanted < a_block:
             raise DepthDecayError(
                 f"{wanted} bytes for keys and values hold not even one block; expected at least {a_block}"
@@ -208,8 +209,8 @@ class Batcher:
         return [sequence.id for sequence in sequences]
 
     def _plan_for(self, plan: Plan | None, mode: str) -> Plan:
-        if mode not in ("full", "decay", "lossless"):
-            raise DepthDecayError(f"unknown mode '{mode}'; choose one of full, decay, lossless")
+        if mode not in MODES:
+            raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
         if mode != "decay":
             return self.engine.full_plan  # every layer, so nested with any ladder
         plan = plan or self.engine.plan
@@ -423,9 +424,7 @@ def _refuse_unsupported(engine: Engine) -> None:
         )
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 2**32  # where the system does not say
+def _spare_bytes(device: torch.device) -> int:
+    """Half of what is free; where the system does not say, 2 GiB."""
+    free = free_bytes(device)
+    return 2**31 if math.isinf(free) else int(free) // 2

@@ -7,13 +7,12 @@ text in one pass: each query meets the full model's keys, and in its own place i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.modeling_utils import AttentionInterface
 
+from depthdecay.attention import replaced_attention, scaling_of
 from depthdecay.cache import PlannedCache
 from depthdecay.calibrate.recording import Batch, Recording
 from depthdecay.stack import Stack, replaced
@@ -23,9 +22,13 @@ Own = list[tuple[torch.Tensor, torch.Tensor]]
 
 def can_simulate_drafts(stack: Stack) -> bool:
     """Whether attention can be taken over: models that call torch's, with nothing special about it."""
-    config = stack.model.config.get_text_config(decoder=True)
+    config = _config(stack)
     plain = getattr(config, "attn_logit_softcapping", None) is None
     return plain and getattr(config, "_attn_implementation", None) == "sdpa"
+
+
+def _config(stack: Stack) -> Any:
+    return stack.model.config.get_text_config(decoder=True)
 
 
 class Drafts(Recording):
@@ -48,27 +51,18 @@ class Drafts(Recording):
             part = slice(layer._first_visible(), layer.clock.filled + key.shape[2])
             return layer.keys[part].permute(1, 2, 0, 3), layer.values[part].permute(1, 2, 0, 3)
 
-        with replaced(layer, "update", seen), _attention_to(own):
+        attention = replaced_attention(_config(self.stack), lambda _original: _attention_to(own))
+        with replaced(layer, "update", seen), attention:
             return super().run_layer(batch, index, state)
 
 
-@contextlib.contextmanager
-def _attention_to(own: Own) -> Iterator[None]:
-    mapping = AttentionInterface._global_mapping
-    original = mapping["sdpa"]
-
+def _attention_to(own: Own) -> Callable[..., Any]:
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return own_in_place(query, key, value, *own.pop(), mask, scaling), None
+        return own_in_place(query, key, value, *own.pop(), mask, scaling_of(query, kwargs)), None
 
-    mapping["sdpa"] = forward
-    try:
-        yield
-    finally:
-        mapping["sdpa"] = original
+    return forward
 
 
 def own_in_place(

@@ -105,7 +105,7 @@ def calibrate(
 
     from depthdecay.budget import LOSSLESS_FOLDER
     from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
-    from depthdecay.calibrate.draft import LOWEST_SHARE
+    from depthdecay.calibrate.drafter import LOWEST_SHARE
 
     goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
     further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}

@@ -15,6 +15,7 @@ from depthdecay.budget import Costs
 from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
 from depthdecay.calibrate.fidelity import Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace
+from depthdecay.calibrate.goal import Goal
 from depthdecay.calibrate.recording import Recording
 from depthdecay.ladder import Ladder
 from depthdecay.lossless import MOST_DEPTH
@@ -32,7 +33,7 @@ LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
 
 
 @dataclass(frozen=True)
-class Drafting:
+class Gain:
     """What drafts at one depth should bring."""
 
     depth: int
@@ -42,11 +43,11 @@ class Drafting:
     speedup: float
 
 
-def expected(depth: int, acceptance: float, cost: float) -> Drafting:
+def expected(depth: int, acceptance: float, cost: float) -> Gain:
     """By the window with the highest rate; below 1 where drafting would not pay."""
     costs = Pace().costs(cost)
     window = max(costs.best(acceptance, LONGEST), 1)
-    return Drafting(depth, acceptance, cost, window, costs.rate(acceptance, window))
+    return Gain(depth, acceptance, cost, window, costs.rate(acceptance, window))
 
 
 def make_drafter(run: Calibration) -> Calibrated:
@@ -54,9 +55,9 @@ def make_drafter(run: Calibration) -> Calibrated:
 
     Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
     """
-    from depthdecay.calibrate.run import Goal, Shape
+    from depthdecay.calibrate.run import Shape
 
-    tried: dict[FitSettings, list[Drafting]] = {}
+    tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}
     for size in run.settings.maps[:2]:
         maps[size], tried[size] = _by_depth(run, size)
@@ -77,7 +78,7 @@ def make_drafter(run: Calibration) -> Calibrated:
     return made
 
 
-def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Drafting]]:
+def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Gain]]:
     layers = run.stack.num_layers
     least = layers - len(run.found.order)
     fit, select = _as_drafts(run.fit), _as_drafts(run.select)
