@@ -134,6 +134,33 @@ if triton is not None:
         tl.store(y_ptr + place.to(tl.int64) * DIM + lanes, (found / total).to(y_ptr.dtype.element_ty))
 
 
+def sum_parts(
+    parts: torch.Tensor,
+    stats: torch.Tensor,
+    y: torch.Tensor,
+    groups: int,
+    tokens: int,
+    rows: int,
+    splits: int,
+    overlap: bool,
+) -> None:
+    """Add up, from the first part to the last, what programs found for `rows` queries of each group."""
+    _sum_kernel[(y.shape[0] * groups, rows)](
+        parts,
+        stats,
+        y,
+        groups,
+        tokens,
+        rows,
+        -(-rows // ROWS),
+        splits,
+        DIM=y.shape[-1],
+        PDL=overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+
+
 @torch.library.custom_op("depthdecay::attend", mutates_args=())
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, overlap: bool
@@ -177,20 +204,7 @@ def attend(
         num_warps=4,
         launch_pdl=overlap,
     )
-    _sum_kernel[(batch * groups, rows)](
-        parts,
-        stats,
-        y,
-        groups,
-        tokens,
-        rows,
-        tiles,
-        splits,
-        DIM=dim,
-        PDL=overlap,
-        num_warps=1,
-        launch_pdl=overlap,
-    )
+    sum_parts(parts, stats, y, groups, tokens, rows, splits, overlap)
     return y
 
 

@@ -15,7 +15,7 @@ from .attend import attend, can_attend
 from .devices import cuda_generation, overlaps_kernels
 
 
-def _is_plain(kwargs: dict[str, Any]) -> bool:
+def is_plain(kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for nothing beyond a softmax over the keys."""
     special = ("position_bias", "softcap", "s_aux")
     return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in special)
@@ -42,7 +42,7 @@ def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
         # Where heads share keys, transformers copies these for every head: for 400 rows that is most of a step. Batches
         # of other models keep torch's kernels, which then have enough to do.
         pays = query.shape[0] == 1 or query.shape[1] > key.shape[1]
-        if not (capable and _is_plain(kwargs) and pays and can_attend(query, key, value, mask)):
+        if not (capable and is_plain(kwargs) and pays and can_attend(query, key, value, mask)):
             return original(module, query, key, value, mask, **kwargs)
         return attend(query, key, value, mask, scaling_of(query, kwargs), overlap), None
 
@@ -60,7 +60,7 @@ def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> Any:
         shares = query.shape[1] > key.shape[1] and query.shape[2] == 1
-        if not (_is_plain(kwargs) and shares and (mask is None or mask.shape[1] == 1)):
+        if not (is_plain(kwargs) and shares and (mask is None or mask.shape[1] == 1)):
             return original(module, query, key, value, mask, **kwargs)
         batch, heads, _, size = query.shape
         folded = query.reshape(batch, key.shape[1], heads // key.shape[1], size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,9 @@ from ..request import PLAIN_GREEDY, Request, prepare_request
 from ..sampling import Sampler, sequence_keys
 from ..stack import Stack, require_eval
 from .blocks import Blocks, Usage, blocks_for
-from .picking import Logprobs, logprobs_of, pick_tokens
+from .picking import Logprobs, logprobs_of, pick_tokens, rows_of
 from .ragged import Part, RaggedCache, run_ragged, shapes_of
+from .steps import PROMPT_ROWS, GraphSteps, NotCapturable
 
 DEFAULT_POSITIONS = 4096  # for models that set no bound
 
@@ -59,6 +62,7 @@ class Entry:
     submitted: float
     slot: int = -1
     length: int = 0  # positions read so far
+    share: int = 0  # of its prompt's tokens, how many its next pass reads at most
     first_token: float | None = None
 
     @property
@@ -75,9 +79,9 @@ class Entry:
     def in_prompt(self) -> bool:
         return self.length < len(self.prompt)
 
-    def next_tokens(self, most: int) -> list[int]:
+    def next_tokens(self) -> list[int]:
         if self.in_prompt:
-            return self.prompt[self.length : self.length + most]
+            return self.prompt[self.length : self.length + self.share]
         return self.row.result.token_ids[-1:]
 
 
@@ -148,6 +152,10 @@ class Batcher:
         self.blocks = Blocks(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.cache = RaggedCache(self.blocks, self.stack.windows)
         self.repairs = engine.repairs.placed(self.stack.examples())
+        self.steps: GraphSteps | None = None  # on CUDA, until something cannot be captured
+        if engine.uses_graphs:
+            self.steps = GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch)
+        self._is_compared = False  # graphs have been held against an eager pass
         self.waiting: deque[Entry] = deque()
         self.rows: list[Entry] = []
         self.counters = Counters()
@@ -155,7 +163,10 @@ class Batcher:
         self._ids = itertools.count()
 
     def warm_up(self) -> None:
-        """Answer something once: libraries load what they need, and the pace of a lone row is known."""
+        """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
+        if self.steps is not None:
+            with self._or_eagerly():
+                self.steps.capture_layers()
         request = prepare_request(self.engine, [[0, 0]], 4, {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()})
         self.submit(request)
         while not self.is_idle:
@@ -263,13 +274,15 @@ class Batcher:
         """Admit, read a piece of the prompts, then one token for every row that decodes."""
         self._admit()
         updates: list[Update] = []
-        reading = self._chunk()
-        if reading:
-            updates += self._pass(reading)
-        decoding = sorted((row for row in self.rows if not row.in_prompt), key=lambda row: -row.depth)
-        if decoding:
+        within = self._within_step()
+        if not within:
+            reading = self._chunk()
+            if reading:
+                updates += self._pass(reading)
+        rows = sorted([*within, *(row for row in self.rows if not row.in_prompt)], key=lambda row: -row.depth)
+        if rows:
             started = time.perf_counter()
-            updates += self._pass(decoding)
+            updates += self._pass(rows)
             self.pace.saw(time.perf_counter() - started)
         self.counters.steps += 1
         return updates
@@ -299,6 +312,21 @@ class Batcher:
         share = min(1.0, idle * self.pace.lone_layer / self.pace.step)
         return share * len(self.rows) > len(self.waiting)
 
+    def _within_step(self) -> list[Entry]:
+        """Rows whose prompts are read on within the step, where that runs as graphs and they are not much to read."""
+        reading = [row for row in self.rows if row.in_prompt]
+        rest = sum(len(row.prompt) - row.length for row in reading)
+        if self.steps is None or rest > 4 * PROMPT_ROWS:  # a pass of their own is faster then
+            return []
+        room = self.steps.rows - (len(self.rows) - len(reading))
+        chosen = []
+        for row in reading:
+            row.share = min(len(row.prompt) - row.length, room)
+            room -= row.share
+            if row.share:
+                chosen.append(row)
+        return chosen
+
     def _chunk(self) -> list[Entry]:
         """Rows whose prompts are read on now: of similar length, since short ones are filled up to the longest."""
         reading = [row for row in self.rows if row.in_prompt]
@@ -313,6 +341,8 @@ class Batcher:
                 break
             chosen.append(row)
             longest = max(longest, count)
+        for row in chosen:
+            row.share = budget
         return chosen
 
     def _pass(self, rows: Sequence[Entry]) -> list[Update]:
@@ -330,31 +360,61 @@ class Batcher:
         return self._taken(rows, logits)
 
     def _run(self, rows: Sequence[Entry]) -> torch.Tensor:
-        budget = self.settings.prefill_tokens
         parts = []
         for row in rows:
-            tokens = row.next_tokens(budget)
+            tokens = row.next_tokens()
             self.blocks.extend(row.slot, row.plan.layers(row.depth), row.length + len(tokens))
             parts.append(Part(row.slot, row.length, tokens, row.depth, row.plan))
-        logits, ragged = run_ragged(self.stack, self.cache, parts, self.repairs)
-        if not rows[0].in_prompt:
-            self.counters.layers_executed += ragged.row_layers
-            self.counters.layers_full += self.stack.num_layers * len(rows)
-            self.counters.layer_passes += ragged.layer_pass.layers_executed
+        logits, counts = self._graph_logits(parts) or self._eager_logits(parts)
+        decoding = sum(not row.in_prompt for row in rows)
+        if decoding:
+            in_prompts = sum(len(part.tokens) for part in parts) - decoding  # tokens that run every layer
+            layers = self.stack.num_layers
+            self.counters.layers_executed += sum(counts) - layers * in_prompts
+            self.counters.layers_full += layers * decoding
+            self.counters.layer_passes += sum(count > 0 for count in counts)
         return logits
+
+    def _eager_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
+        logits, ragged = run_ragged(self.stack, self.cache, parts, self.repairs)
+        return logits, ragged.tokens_run
+
+    def _graph_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
+        """None where the pass has to run eagerly: there are no graphs, or it has too many tokens for them."""
+        if self.steps is None or not self.steps.has_room(sum(len(part.tokens) for part in parts)):
+            return None
+        with self._or_eagerly():
+            logits, counts = self.steps.run(parts)
+            if not self._is_compared:
+                expected = self._eager_logits(parts)[0].float()
+                error = float((logits.float() - expected).norm() / expected.norm())
+                if not error <= (1e-2 if logits.dtype == torch.float32 else 0.15):
+                    raise NotCapturable(f"its graphs differ from an eager pass by {error:.3g} of the logits")
+                self._is_compared = True
+            return logits, counts
+        return None
+
+    @contextlib.contextmanager
+    def _or_eagerly(self) -> Iterator[None]:
+        """What cannot be captured is given up with a warning, here and from now on."""
+        try:
+            yield
+        except NotCapturable as error:
+            warnings.warn(f"this model's batches cannot run as CUDA graphs and run eagerly: {error}", stacklevel=3)
+            self.steps = None
 
     def _taken(self, rows: Sequence[Entry], logits: torch.Tensor) -> list[Update]:
         """Move the rows on, and hand out the tokens of those that have read their prompts."""
         depths = [row.depth for row in rows]
         for row in rows:
-            count = len(row.next_tokens(self.settings.prefill_tokens))
+            count = len(row.next_tokens())
             self.counters.prompt_tokens += count if row.in_prompt else 0
             row.length += count
         ready = [place for place, row in enumerate(rows) if not row.in_prompt]
         if not ready:
             return []
         speaking = [rows[place] for place in ready]
-        said = logits if len(ready) == len(rows) else logits[ready]
+        said = rows_of(logits, ready)
         tokens = self._picked(speaking, said)
         updates = []
         for place, row, token in zip(range(len(ready)), speaking, tokens, strict=True):

@@ -41,19 +41,32 @@ def alike(sampler: Sampler) -> tuple[Any, ...] | None:
 
 def pick_tokens(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> list[int]:
     """T_index of each row, as its own sampler alone would pick it."""
-    tokens = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
         kind = alike(sampler)
         groups[("alone", row) if kind is None else kind].append(row)
-    for rows in groups.values():
-        own = logits if len(rows) == len(samplers) else logits[rows]
-        tokens[rows] = _picked([samplers[row] for row in rows], [indices[row] for row in rows], own)
-    picked = tokens.tolist()  # the step's one wait for the device
+    tokens = [
+        _picked([samplers[row] for row in rows], [indices[row] for row in rows], rows_of(logits, rows))
+        for rows in groups.values()
+    ]
+    order = [row for rows in groups.values() for row in rows]
+    picked = [0] * len(samplers)
+    for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the step's one wait for the device
+        picked[row] = token
     for sampler, index, token in zip(samplers, indices, picked, strict=True):
         if alike(sampler) is None:
             sampler.history[:, sampler.prompt_length + index] = token
     return picked
+
+
+def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows, without waiting for the device: an index in plain memory would be copied only when it is idle."""
+    if len(rows) == len(logits):
+        return logits
+    index = torch.tensor(rows)
+    if logits.is_cuda:
+        index = index.pin_memory().to(logits.device, non_blocking=True)
+    return logits.index_select(0, index)
 
 
 def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ those of sliding windows, are right for all rows, and none of them is copied her
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,18 +137,19 @@ class RaggedPass:
         self.rows_of = [sum(layer in own for own in running) for layer in range(layers)]
         self.segments = _segments(depths)
         self.maps = {depth: repairs.at(depth) for depth in set(depths)}
-        self.row_layers = 0  # layers times rows, counted where they run
+        self.tokens_run = [0] * layers  # of each layer, counted where they run
+        self.tokens_of_first = list(itertools.accumulate((len(part.tokens) for part in parts), initial=0))
         idle = frozenset(layer for layer, rows in enumerate(self.rows_of) if rows == 0)
         self.layer_pass = LayerPass(idle, {layer: self._maps_behind(layer, 0) for layer in idle}, 0, self._run_layer)
 
     def _run_layer(self, index: int, layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = self.rows_of[index]
-        self.row_layers += count
+        self.tokens_run[index] += self.tokens_of_first[count]
         if count == self.rows:
             return forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        args = tuple(_first(value, count, self.rows) for value in args)
-        kwargs = {name: _first(value, count, self.rows) for name, value in kwargs.items()}
+        args = tuple(first_rows(value, count, self.rows) for value in args)
+        kwargs = {name: first_rows(value, count, self.rows) for name, value in kwargs.items()}
         output = forward(*args, **kwargs)
         rest = self._maps_behind(index, count)(hidden)[count:]
         if isinstance(output, tuple):
@@ -216,12 +218,12 @@ def _segments(depths: Sequence[int]) -> list[tuple[int, int, int]]:
     return segments
 
 
-def _first(value: Any, count: int, rows: int) -> Any:
+def first_rows(value: Any, count: int, rows: int) -> Any:
     """The first rows of whatever a layer is given: states, masks, rotary embeddings, alone or in tuples."""
     if isinstance(value, torch.Tensor):
         return value[:count] if value.dim() > 0 and value.shape[0] == rows else value
     if type(value) in (tuple, list):
-        return type(value)(_first(item, count, rows) for item in value)
+        return type(value)(first_rows(item, count, rows) for item in value)
     if isinstance(value, Mapping) and type(value) is dict:
-        return {name: _first(item, count, rows) for name, item in value.items()}
+        return {name: first_rows(item, count, rows) for name, item in value.items()}
     return value

@@ -1,0 +1,336 @@
+"""Steps of a batch as CUDA graphs: one for each layer and number of rows, replayed one behind the other.
+
+A graph of a whole step would be needed for every profile of depths, and there are as many as there are batches. Graphs
+of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host some 8 µs, and the
+device needs about 100 for a layer of 7B. Numbers of rows are rounded up, since a layer takes as long as its weights do:
+rows beyond the layer's own keep their state, write their keys where nobody reads, and look at nothing. So no row
+changes another.
+
+Every row is one token. A few tokens of a prompt are a few rows: keys are written before any row looks, and each looks
+no further than its own position. So prompts are read within the steps of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import AttentionInterface
+
+from ..attention import is_plain, scaling_of
+from ..errors import DepthDecayError, one_line
+from ..graphs import Capturer
+from ..repairs import Repairs
+from ..stack import LayerPass, Stack, primary_device, replaced
+from .blocks import BLOCK, Blocks
+from .paged import Paged, attend_paged
+from .ragged import Part, first_rows
+
+PROMPT_ROWS = 64  # a step has room for so many tokens of prompts beside a full batch: weights still take longer
+_NAME = "depthdecay_rows"
+
+
+class NotCapturable(DepthDecayError):
+    """The model cannot run as graphs; passes go on eagerly."""
+
+
+class _LastLayer(Exception):
+    """All that comes before the layers, and what each of them is called with, is known."""
+
+
+def bucket_of(rows: int) -> int:
+    """The number of rows that a graph has for so many: a power of two, from 64 on a multiple of 64."""
+    return -(-rows // 64) * 64 if rows > 64 else 1 << (rows - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How many of the first rows run each layer, and the segments of rows that share a depth."""
+
+    counts: list[int]
+    segments: dict[int, tuple[int, int]]  # depth: first row, number of rows
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Profile:
+        segments: dict[int, tuple[int, int]] = {}
+        counts = [0] * parts[0].plan.num_layers
+        plans = {}
+        row = 0
+        for part in parts:
+            first, held = segments.get(part.depth, (row, 0))
+            segments[part.depth] = first, held + len(part.tokens)
+            plans[part.depth] = part.plan  # ladders are nested, so any plan names the same layers
+            row += len(part.tokens)
+        assert list(segments) == sorted(segments, reverse=True)
+        for depth, (_, held) in segments.items():
+            for layer in plans[depth].layers(depth):
+                counts[layer] += held
+        return cls(counts, segments)
+
+
+class PagedLayer(CacheLayerMixin):
+    """Takes a layer's new keys and values to their places, and remembers whose they are until attention asks."""
+
+    is_croppable = False
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, steps: GraphSteps, layer: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.layer = layer
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        store = self.steps.blocks.store(self.layer)
+        places = self.steps.places[self.layer, : key_states.shape[0]]
+        store.keys.index_copy_(0, places, key_states[:, :, 0])
+        store.values.index_copy_(0, places, value_states[:, :, 0])
+        self.steps.asking = self.layer
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class GraphSteps:
+    """Passes over single-token rows as graphs that are captured when first needed, all in one pool of memory."""
+
+    states: torch.Tensor  # of every row, between layers
+    places: torch.Tensor  # (layer, row): where the row's new key goes
+    logits: torch.Tensor
+
+    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs, max_batch: int) -> None:
+        self.stack = stack
+        self.blocks = blocks
+        self.capturer = Capturer()
+        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self.rows = bucket_of(max_batch + PROMPT_ROWS)
+        self.maps = {depth: repairs.at(depth) for depth in repairs.at_depth}
+        self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
+        self.asking: int | None = None
+        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._warm: set[tuple[Any, ...]] = set()
+        # Graphs read and write at fixed addresses: all that changes from step to step lies in these two tensors.
+        self.device = primary_device(stack.model)
+        layers, depths = stack.num_layers, stack.num_layers + 1
+        sizes = [self.rows] * 4 + [layers, depths, depths]
+        self.inputs = torch.zeros(sum(sizes), dtype=torch.long, device=self.device)
+        self.tokens, self.positions, self.slots, self.last, self.counts, self.starts, self.helds = self.inputs.split(
+            sizes
+        )
+        slots, entries = blocks.table.shape[1], -(-blocks.most // 4) * 4
+        self.table = torch.zeros((slots, layers, entries), dtype=torch.int32, device=self.device)
+        self.paged = Paged(self.table, self.slots, self.positions, self.counts)
+        self.order = torch.arange(self.rows, device=self.device)
+        self.scratch = torch.tensor([blocks.store(layer).scratch for layer in range(layers)], device=self.device)
+        self.mask = torch.ones((self.rows, 1), dtype=torch.long, device=self.device)  # so that no model looks for one
+
+    def has_room(self, tokens: int) -> bool:
+        return tokens <= self.rows
+
+    @torch.no_grad()
+    def run(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
+        """The logits behind each part's last token, and how many tokens ran each layer. Nothing here waits."""
+        profile = Profile.of(parts)
+        with self._on_device(), self.stack.exclusive():
+            self._send(parts, profile)
+            self._graph("head", 0, self._head, self._head).replay()
+            for layer, count in enumerate(profile.counts):
+                if count:
+                    self._layer_graph(layer, bucket_of(count)).replay()
+                for depth, (_, held) in profile.segments.items():
+                    if layer in self.maps.get(depth, ()):
+                        self._map_graph(depth, layer, bucket_of(held)).replay()
+            self._graph("tail", 0, self._tail, self._tail).replay()
+            return self.logits.index_select(0, self.last[: len(parts)]), profile.counts
+
+    def capture_layers(self) -> None:
+        """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""
+        with torch.no_grad(), self._on_device(), self.stack.exclusive():
+            self.inputs.zero_()
+            self._graph("head", 0, self._head, self._head).replay()
+            sizes = {bucket_of(rows) for rows in range(1, self.rows + 1)}
+            for rows in sorted(sizes, reverse=True):
+                for layer in range(self.stack.num_layers):
+                    self._layer_graph(layer, rows)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Streams and graphs are the current device's, which need not be the model's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _send(self, parts: Sequence[Part], profile: Profile) -> None:
+        """Everything that the step's graphs read, in one copy, and the tables of rows that got new blocks in another.
+
+        From fresh pinned memory each time: torch gives such memory out again only when the copy has been made.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        last: list[int] = []
+        for part in parts:
+            tokens += part.tokens
+            positions += range(part.length, part.length + len(part.tokens))
+            slots += [part.slot] * len(part.tokens)
+            last.append(len(tokens) - 1)
+        assert len(tokens) <= self.rows
+        starts, helds = [0] * len(self.starts), [0] * len(self.helds)
+        for depth, (first, held) in profile.segments.items():
+            starts[depth], helds[depth] = first, held
+        by_row = [value for values in (tokens, positions, slots, last) for value in _filled(values, self.rows)]
+        self._copy(self.inputs, torch.tensor(by_row + profile.counts + starts + helds))
+        grown = sorted(self.blocks.extended)
+        if grown:
+            width = max(max(held[slot] for slot in grown) for held in self.blocks.held)
+            tables = self.blocks.table[:, grown, :width].transpose(0, 1).to(torch.int32)
+            where = self._copy(None, torch.tensor(grown))
+            self.table[:, :, :width].index_copy_(0, where, self._copy(None, tables.contiguous()))
+            self.blocks.extended.clear()
+
+    def _copy(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+        """Start to copy from the host; to a new tensor where no target is given."""
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        if target is None:
+            return source.to(self.device, non_blocking=True)
+        return target.copy_(source, non_blocking=True)
+
+    def _graph(self, kind: str, key: Any, warm_up: Callable[[], None], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = self.graphs.get((kind, key))
+        if graph is None:
+            try:
+                with self._own_attention():
+                    graph = self.capturer.capture(warm_up, run)
+            except Exception as error:
+                raise NotCapturable(one_line(error)) from error
+            self.graphs[kind, key] = graph
+        return graph
+
+    def _layer_graph(self, layer: int, rows: int) -> torch.cuda.CUDAGraph:
+        key = layer, rows
+        # What runs inside a capture must have run before; layers of a kind run the same.
+        kind = type(self.stack.layers[layer]), self.stack.windows[layer], rows
+
+        def warm_up() -> None:
+            if kind not in self._warm:
+                self._layer(layer, rows)
+                self._warm.add(kind)
+
+        def run() -> None:
+            own = self.states[:rows]
+            torch.where(self._is_own(rows, self.counts[layer]), self._layer(layer, rows), own, out=own)
+
+        return self._graph("layer", key, warm_up, run)
+
+    def _map_graph(self, depth: int, layer: int, rows: int) -> torch.cuda.CUDAGraph:
+        repair = self.maps[depth][layer]
+
+        def repaired() -> tuple[torch.Tensor, torch.Tensor]:
+            where = self.order[:rows] + self.starts[depth]  # may reach beyond the rows, where `states` goes on
+            own = self.states.index_select(0, where)
+            return where, torch.where(self._is_own(rows, self.helds[depth]), repair(own), own)
+
+        def run() -> None:
+            where, states = repaired()
+            self.states.index_copy_(0, where, states)
+
+        def warm_up() -> None:
+            repaired()
+
+        return self._graph("map", (depth, layer, rows), warm_up, run)
+
+    def _is_own(self, rows: int, count: torch.Tensor) -> torch.Tensor:
+        own = self.order[:rows] < count
+        return own.view(-1, *[1] * (self.states.dim() - 1))
+
+    def _head(self) -> None:
+        """Where new keys go, and the model's forward as far as its layers, with a note of what each is called with."""
+        block = self.table[self.slots, :, self.positions // BLOCK].long()  # (row, layer)
+        places = (block * BLOCK + (self.positions % BLOCK).unsqueeze(1)).t()
+        self.places = torch.where(self.order < self.counts.unsqueeze(1), places, self.scratch.unsqueeze(1))
+
+        def note(index: int, _layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if index == 0:
+                if not hasattr(self, "states"):  # once, ahead of the capture
+                    self.states = hidden.new_zeros((2 * self.rows, *hidden.shape[1:]))
+                self.states[: self.rows].copy_(hidden)
+            elif hidden.data_ptr() != self.states.data_ptr():
+                raise RuntimeError("the model changes states between its layers")
+            self.calls[index] = args, kwargs
+            if index == self.stack.num_layers - 1:
+                raise _LastLayer
+            return self.stack.answer(index, self.states[: self.rows])
+
+        with contextlib.suppress(_LastLayer):
+            self._forward(note)
+
+    def _tail(self) -> None:
+        """The model's forward behind its layers. What comes before them runs once more, which is next to nothing."""
+        self.logits = self._forward(lambda index, *_: self.stack.answer(index, self.states[: self.rows]))
+
+    def _forward(self, run_layer: Callable[..., Any]) -> torch.Tensor:
+        tokens, positions = self.tokens.unsqueeze(1), self.positions.unsqueeze(1)
+        return self.stack.run(LayerPass(run_layer=run_layer), tokens, self.mask, self.cache, positions)[:, -1]
+
+    def _layer(self, index: int, rows: int) -> torch.Tensor:
+        """The states behind a layer of the first so many rows."""
+        args, kwargs = first_rows(self.calls[index], rows, self.rows)
+        own = self.states[:rows]
+        if args:
+            args = (own, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": own}
+        output = self.stack.layers[index](*args, **kwargs)
+        if self.asking is not None:
+            raise RuntimeError("the model has an attention of its own")
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    @contextlib.contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """While open, the model asks `_attend`, and builds no masks: transformers leaves them out for names like ours.
+
+        Only models that have positions as an argument: the others would take all rows to be at the same one.
+        """
+        if "position_ids" not in self.stack.forward_arguments:
+            raise RuntimeError("the model takes no positions")
+        modules = [self.stack.model, *self.stack.owner.modules()]
+        configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+        mapping = AttentionInterface._global_mapping
+        with contextlib.ExitStack() as undo:
+            for config in configs.values():
+                undo.enter_context(replaced(config, "_attn_implementation_internal", _NAME))
+            mapping[_NAME] = self._attend
+            undo.callback(mapping.pop, _NAME, None)
+            self.asking = None
+            yield
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        layer, self.asking = self.asking, None
+        softcap = kwargs.pop("softcap", None)
+        if layer is None or mask is not None or not is_plain(kwargs):
+            raise RuntimeError("the model's attention is more than a softmax over the text so far")
+        store, window = self.blocks.store(layer), self.stack.windows[layer]
+        scaling = scaling_of(query, kwargs)
+        return attend_paged(query, store.keys, store.values, self.paged, layer, scaling, window, softcap), None
+
+
+def _filled(values: list[int], count: int) -> list[int]:
+    return values + [0] * (count - len(values))
