@@ -132,7 +132,7 @@ def test_a_graph_step_is_the_eager_step(architecture: str) -> None:
     for row in sorted(batcher.rows, key=lambda row: -row.depth):
         parts.append(Part(row.slot, row.length, row.next_tokens(), row.depth, row.plan))
         batcher.blocks.extend(row.slot, row.plan.layers(row.depth), row.length + 1)
-    slot = batcher.blocks.enter(batcher.blocks.need(Plan.full(LAYERS), 20, 1))
+    slot = batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS])
     batcher.blocks.extend(slot, range(LAYERS), 20)
     parts.insert(0, Part(slot, 0, list(range(5, 25)), LAYERS, Plan.full(LAYERS)))
     assert len({part.depth for part in parts}) > 2

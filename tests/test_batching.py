@@ -211,8 +211,8 @@ def test_a_decaying_row_promises_less_and_frees_layers_on_the_way() -> None:
     plan = Plan.decay(LAYERS, "0.9")
     batcher = Batcher(Engine(tiny_model(), None, plan), SMALL)
     submit(batcher, [9] * 5, 60, plan, "decay")
-    full_need = batcher.blocks.need(Plan.full(LAYERS), 5, 60)
-    assert batcher.waiting[0].needs[0] < full_need[0]
+    full_need = batcher.blocks.needs(Plan.full(LAYERS), 5, 60)[LAYERS]
+    assert batcher.waiting[0].needs[LAYERS][0] < full_need[0]
     saved = []
     while not batcher.is_idle:
         batcher.step()
@@ -236,7 +236,7 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     blocks = Blocks(shapes, slots=2, positions=64, cache_bytes=8 * a_position)
     assert [store.blocks for store in blocks.stores] == [8, 8]
     plan = Plan.constant(2, 1, drop_order=[0])
-    needs = blocks.need(plan, BLOCK, 33)
+    needs = blocks.needs(plan, BLOCK, 33)[2]
     assert needs == [1, 3]  # layer 0 reads the prompt only, layer 1 the answer too, but for its last token
     slot = blocks.enter(needs)
     blocks.extend(slot, [0, 1], BLOCK)

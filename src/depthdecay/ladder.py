@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +51,16 @@ class Ladder:
 
     def layers(self, depth: int) -> tuple[int, ...]:
         """The layers that run at this depth, in the model's order."""
-        dropped = set(self.dropped(depth))
-        return tuple(layer for layer in range(self.num_layers) if layer not in dropped)
+        depth = whole_number("depth", depth, self.min_layers, self.num_layers)
+        if depth not in self._layers:
+            dropped = set(self.dropped(depth))
+            self._layers[depth] = tuple(layer for layer in range(self.num_layers) if layer not in dropped)
+        return self._layers[depth]
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, tuple[int, ...]]:
+        """Every depth that was asked for: a batch asks for all of its rows at every step."""
+        return {}
 
     def least_depth(self, layer: int) -> int:
         """The least depth at which this layer still runs."""

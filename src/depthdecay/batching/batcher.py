@@ -58,7 +58,8 @@ class Entry:
     sampler: Sampler
     new_tokens: int
     logprobs: int | None
-    needs: list[int]
+    depths: tuple[int, ...]  # of every token
+    needs: dict[int, list[int]]  # blocks of each kind, from where it comes to a depth to its end
     submitted: float
     slot: int = -1
     length: int = 0  # positions read so far
@@ -73,7 +74,7 @@ class Entry:
     @property
     def depth(self) -> int:
         """Of its next pass; the prompt's are always full."""
-        return self.plan.num_layers if self.in_prompt else self.plan.depth(self.index)
+        return self.plan.num_layers if self.in_prompt else self.depths[self.index]
 
     @property
     def in_prompt(self) -> bool:
@@ -212,6 +213,7 @@ class Batcher:
                     sampler=sampler,
                     new_tokens=request.max_new_tokens,
                     logprobs=logprobs,
+                    depths=plan.depths(request.max_new_tokens),
                     needs=needs,
                     submitted=self.clock(),
                 )
@@ -236,15 +238,15 @@ class Batcher:
             self.repairs.check(plan, self.stack.hidden_size)
         return plan
 
-    def _needs(self, prompt: Sequence[int], plan: Plan, new_tokens: int) -> list[int]:
+    def _needs(self, prompt: Sequence[int], plan: Plan, new_tokens: int) -> dict[int, list[int]]:
         length = len(prompt) + new_tokens
         if length > self.max_positions:
             raise DepthDecayError(
                 f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}, but texts here have at most "
                 f"{self.max_positions}; ask for fewer tokens"
             )
-        needs = self.blocks.need(plan, len(prompt), new_tokens)
-        if not self.blocks.can_ever_hold(needs):
+        needs = self.blocks.needs(plan, len(prompt), new_tokens)
+        if not self.blocks.can_ever_hold(_all_of(needs)):
             raise DepthDecayError(
                 f"a prompt of {len(prompt)} tokens with an answer of {new_tokens} needs more keys and values than this "
                 "server has room for; ask for fewer tokens"
@@ -291,9 +293,9 @@ class Batcher:
         """First come, first served: one that is too big for now holds up those behind it, so it is never starved."""
         if self._waits_for_cohort():
             return
-        while self.waiting and self.blocks.can_hold(self.waiting[0].needs):
+        while self.waiting and self.blocks.can_hold(_all_of(self.waiting[0].needs)):
             sequence = self.waiting.popleft()
-            sequence.slot = self.blocks.enter(sequence.needs)
+            sequence.slot = self.blocks.enter(_all_of(sequence.needs))
             self.rows.append(sequence)
 
     def _waits_for_cohort(self) -> bool:
@@ -363,7 +365,9 @@ class Batcher:
         parts = []
         for row in rows:
             tokens = row.next_tokens()
-            self.blocks.extend(row.slot, row.plan.layers(row.depth), row.length + len(tokens))
+            end = row.length + len(tokens)
+            if blocks_for(end) > blocks_for(row.length):
+                self.blocks.extend(row.slot, row.plan.layers(row.depth), end)
             parts.append(Part(row.slot, row.length, tokens, row.depth, row.plan))
         logits, counts = self._graph_logits(parts) or self._eager_logits(parts)
         decoding = sum(not row.in_prompt for row in rows)
@@ -455,7 +459,7 @@ class Batcher:
             return Update(row.id, token, depth, text, logprobs, finished=True, result=result)
         if row.depth < depth:
             self.blocks.drop(row.slot, row.plan.dropped(row.depth))
-            self.blocks.promise(row.slot, self.blocks.need(row.plan, len(row.prompt), row.new_tokens, row.index))
+            self.blocks.promise(row.slot, row.needs[row.depth])
         return Update(row.id, token, depth, text, logprobs)
 
     def _failed(self, row: Entry, error: Exception) -> Update:
@@ -467,6 +471,11 @@ class Batcher:
         if row in self.rows:
             self.rows.remove(row)
             self.blocks.leave(row.slot)
+
+
+def _all_of(needs: dict[int, list[int]]) -> list[int]:
+    """From the first token on."""
+    return next(iter(needs.values()))
 
 
 def _nested(plan: Plan, served: Plan) -> bool:

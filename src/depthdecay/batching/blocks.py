@@ -113,21 +113,21 @@ class Blocks:
     def store(self, layer: int) -> Store:
         return self.stores[self.kind_of[layer]]
 
-    def need(self, plan: Plan, prompt: int, new_tokens: int, index: int = 0) -> list[int]:
-        """The most blocks of each kind that a row holds at once, from its token `index` to its end.
+    def needs(self, plan: Plan, prompt: int, new_tokens: int) -> dict[int, list[int]]:
+        """The most blocks of each kind that a row holds at once, from where it comes to a depth to its end.
 
         The depth never rises, so each stretch of one depth holds most at its end. The last token is never read.
         """
-        needs = [0] * len(self.stores)
-        for depth in plan.visited_depths(new_tokens):
-            end = plan.schedule.tokens_at_least(depth, new_tokens)
-            if end <= index:
-                continue
-            layers = plan.layers(depth)
-            for kind in range(len(needs)):
-                held = sum(self.kind_of[layer] == kind for layer in layers)
-                needs[kind] = max(needs[kind], held * blocks_for(prompt + end - 1))
-        return needs
+        ends = {depth: index + 1 for index, depth in enumerate(plan.depths(new_tokens))}
+        found: dict[int, list[int]] = {}
+        most = [0] * len(self.stores)
+        for depth, end in reversed(ends.items()):
+            held = [0] * len(self.stores)
+            for layer in plan.layers(depth):
+                held[self.kind_of[layer]] += blocks_for(prompt + end - 1)
+            most = [max(pair) for pair in zip(most, held, strict=True)]
+            found[depth] = most
+        return dict(reversed(found.items()))
 
     def can_ever_hold(self, needs: Sequence[int]) -> bool:
         return all(need <= store.blocks for need, store in zip(needs, self.stores, strict=True))
