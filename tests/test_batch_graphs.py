@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +227,41 @@ def test_attention_sees_a_row_s_own_text_only() -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(query[row], *own, scale=0.3)
         torch.testing.assert_close(found[row, 0], expected[:, 0])
     assert not found[3].any()
+
+
+class Again:
+    """Stands in for the capturer where layers are compiled, whose operations cannot be noted: passes run again."""
+
+    def __init__(self, steps: GraphSteps) -> None:
+        self.steps = steps
+
+    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> Any:
+        warm_up()
+
+        def replay() -> None:
+            with self.steps._own_attention():
+                run()
+
+        return SimpleNamespace(replay=replay)
+
+
+@pytest.mark.parametrize(("architecture", "kinds"), [("llama", 1), ("gemma3_text", 2), ("gpt2", 1)])
+def test_compiled_pieces_serve_all_layers_of_a_kind(
+    architecture: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(architecture), Plan.decay(LAYERS, "0.9")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    batcher = Batcher(Engine(model, None, plan), SMALL)
+    batcher.steps = batcher._new_steps(compile=True)
+    batcher.steps.capturer = Again(batcher.steps)  # type: ignore[assignment]
+    numbers = [submit(batcher, prompt, 9, plan, "decay") for prompt in PROMPTS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        updates = list(run_dry(batcher))
+    for number, prompt in zip(numbers, PROMPTS, strict=True):
+        expected = Engine(model, None, plan).generate([prompt], 9)[0].token_ids
+        assert [update.token for update in updates if update.id == number] == expected
+    # For one row, for another number, and then for any.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * 3 * kinds
+    assert [module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")][-1] == LAYERS - 1

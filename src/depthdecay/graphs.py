@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +56,33 @@ class CompiledLayers:
             kind = (type(layer), stack.windows[index], few)
             if kind not in self.kinds:
                 self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options(few))
-            # Architectures name the argument differently. A layer that got the whole cache would use layer 0's.
-            if sum(value is cache for value in (*args, *kwargs.values())) != 1:
-                raise RuntimeError(f"{type(layer).__name__} does not take the cache as one argument")
-            args = tuple(views[index] if value is cache else value for value in args)
-            kwargs = {name: views[index] if value is cache else value for name, value in kwargs.items()}
+            args, kwargs = one_cache(args, kwargs, cache, views[index])
             return self.kinds[kind](layer, *args, **kwargs)
 
         return run_layer
+
+
+def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: Any) -> Any:
+    """What a layer is called with, its own part in the place of the whole cache, of which it would use layer 0's."""
+    if sum(value is cache for value in (*args, *kwargs.values())) != 1:  # architectures name the argument differently
+        raise RuntimeError("a layer does not take the cache as one argument")
+    return (
+        tuple(own if value is cache else value for value in args),
+        {name: own if value is cache else value for name, value in kwargs.items()},
+    )
+
+
+@contextlib.contextmanager
+def one_index(layers: Iterable[Any]) -> Iterator[None]:
+    """While open, all layers have the same index, so that one compilation serves all."""
+    with contextlib.ExitStack() as undo:
+        for layer in layers:
+            for module in layer.modules():
+                if isinstance(getattr(module, "layer_idx", None), int):
+                    undo.enter_context(replaced(module, "layer_idx", 0))
+        # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
+        undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+        yield
 
 
 class Capturer:
@@ -128,12 +147,7 @@ class OnDevice:
             yield
             return
         with contextlib.ExitStack() as undo:
-            for layer in self.stack.layers:
-                for module in layer.modules():
-                    if isinstance(getattr(module, "layer_idx", None), int):
-                        undo.enter_context(replaced(module, "layer_idx", 0))
-            # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
-            undo.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            undo.enter_context(one_index(self.stack.layers))
             undo.enter_context(waiting_first())
             plain = self.layer_pass.repairs
             self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache, few)

@@ -155,13 +155,16 @@ class Batcher:
         self.repairs = engine.repairs.placed(self.stack.examples())
         self.steps: GraphSteps | None = None  # on CUDA, until something cannot be captured
         if engine.uses_graphs:
-            self.steps = GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch)
+            self.steps = self._new_steps(compile=engine.compiled is not None)
         self._is_compared = False  # graphs have been held against an eager pass
         self.waiting: deque[Entry] = deque()
         self.rows: list[Entry] = []
         self.counters = Counters()
         self.pace = Pace()
         self._ids = itertools.count()
+
+    def _new_steps(self, compile: bool) -> GraphSteps:
+        return GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch, compile)
 
     def warm_up(self) -> None:
         """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
@@ -400,10 +403,15 @@ class Batcher:
 
     @contextlib.contextmanager
     def _or_eagerly(self) -> Iterator[None]:
-        """What cannot be captured is given up with a warning, here and from now on."""
+        """What cannot be compiled runs as it is from now on, and what cannot be captured eagerly; a warning says so."""
         try:
             yield
         except NotCapturable as error:
+            if self.steps is not None and self.steps.is_compiled:
+                warnings.warn(f"a batch's layers could not be compiled and run as they are: {error}", stacklevel=3)
+                self.steps = self._new_steps(compile=False)
+                self.blocks.extended.update(row.slot for row in self.rows)
+                return
             warnings.warn(f"this model's batches cannot run as CUDA graphs and run eagerly: {error}", stacklevel=3)
             self.steps = None
 

@@ -23,7 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..attention import is_plain, scaling_of
 from ..errors import DepthDecayError, one_line
-from ..graphs import Capturer
+from ..gemv import GemvPass
+from ..graphs import Capturer, one_cache, one_index
 from ..repairs import Repairs
 from ..stack import LayerPass, Stack, primary_device, replaced
 from .blocks import BLOCK, Blocks
@@ -73,7 +74,7 @@ class Profile:
 
 
 class PagedLayer(CacheLayerMixin):
-    """Takes a layer's new keys and values to their places, and remembers whose they are until attention asks."""
+    """Keeps a layer's new keys and values until attention asks; a compiled layer is given this as its whole cache."""
 
     is_croppable = False
     is_sliding = False
@@ -90,11 +91,7 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        store = self.steps.blocks.store(self.layer)
-        places = self.steps.places[self.layer, : key_states.shape[0]]
-        store.keys.index_copy_(0, places, key_states[:, :, 0])
-        store.values.index_copy_(0, places, value_states[:, :, 0])
-        self.steps.asking = self.layer
+        self.steps.asking = self, key_states, value_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -114,7 +111,7 @@ class GraphSteps:
     places: torch.Tensor  # (layer, row): where the row's new key goes
     logits: torch.Tensor
 
-    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs, max_batch: int) -> None:
+    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs, max_batch: int, compile: bool = False) -> None:
         self.stack = stack
         self.blocks = blocks
         self.capturer = Capturer()
@@ -122,7 +119,10 @@ class GraphSteps:
         self.rows = bucket_of(max_batch + PROMPT_ROWS)
         self.maps = {depth: repairs.at(depth) for depth in repairs.at_depth}
         self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
-        self.asking: int | None = None
+        self.asking: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
+        self.attention = torch._dynamo.disable(self._attend)  # one object: compiled layers know it by its identity
+        self.is_compiled = compile
+        self._compiled: dict[tuple[type, int | None], Any] = {}
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._warm: set[tuple[Any, ...]] = set()
         # Graphs read and write at fixed addresses: all that changes from step to step lies in these two tensors.
@@ -295,11 +295,23 @@ class GraphSteps:
             args = (own, *args[1:])
         else:
             kwargs = {**kwargs, "hidden_states": own}
-        output = self.stack.layers[index](*args, **kwargs)
+        layer = self.stack.layers[index]
+        output = self._run_compiled(index, layer, args, kwargs) if self.is_compiled else layer(*args, **kwargs)
         if self.asking is not None:
             raise RuntimeError("the model has an attention of its own")
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
+
+    def _run_compiled(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer in a few compiled pieces around its attention, which serve all layers of the kind."""
+        kind = type(layer), self.stack.windows[index]
+        if kind not in self._compiled:
+            self._compiled[kind] = torch.compile(
+                type(layer).forward, options={"post_grad_custom_pre_pass": GemvPass(overlap=False)}
+            )
+        args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
+        with one_index(self.stack.layers):
+            return self._compiled[kind](layer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _own_attention(self) -> Iterator[None]:
@@ -315,7 +327,7 @@ class GraphSteps:
         with contextlib.ExitStack() as undo:
             for config in configs.values():
                 undo.enter_context(replaced(config, "_attn_implementation_internal", _NAME))
-            mapping[_NAME] = self._attend
+            mapping[_NAME] = self.attention
             undo.callback(mapping.pop, _NAME, None)
             self.asking = None
             yield
@@ -323,11 +335,16 @@ class GraphSteps:
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        layer, self.asking = self.asking, None
+        """A row's new key goes to its place, then the row looks at all of them."""
+        asking, self.asking = self.asking, None
         softcap = kwargs.pop("softcap", None)
-        if layer is None or mask is not None or not is_plain(kwargs):
+        if asking is None or asking[1].data_ptr() != key.data_ptr() or mask is not None or not is_plain(kwargs):
             raise RuntimeError("the model's attention is more than a softmax over the text so far")
+        layer = asking[0].layer
         store, window = self.blocks.store(layer), self.stack.windows[layer]
+        places = self.places[layer, : key.shape[0]]
+        store.keys.index_copy_(0, places, key[:, :, 0])
+        store.values.index_copy_(0, places, value[:, :, 0])
         scaling = scaling_of(query, kwargs)
         return attend_paged(query, store.keys, store.values, self.paged, layer, scaling, window, softcap), None
 
