@@ -149,21 +149,21 @@ class GraphSteps:
         profile = Profile.of(parts)
         with self._on_device(), self.stack.exclusive():
             self._send(parts, profile)
-            self._graph("head", 0, self._head, self._head).replay()
+            self._frame_graph("head", self._head).replay()
             for layer, count in enumerate(profile.counts):
                 if count:
                     self._layer_graph(layer, bucket_of(count)).replay()
                 for depth, (_, held) in profile.segments.items():
                     if layer in self.maps.get(depth, ()):
                         self._map_graph(depth, layer, bucket_of(held)).replay()
-            self._graph("tail", 0, self._tail, self._tail).replay()
+            self._frame_graph("tail", self._tail).replay()
             return self.logits.index_select(0, self.last[: len(parts)]), profile.counts
 
     def capture_layers(self) -> None:
         """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""
         with torch.no_grad(), self._on_device(), self.stack.exclusive():
             self.inputs.zero_()
-            self._graph("head", 0, self._head, self._head).replay()
+            self._frame_graph("head", self._head).replay()
             sizes = {bucket_of(rows) for rows in range(1, self.rows + 1)}
             for rows in sorted(sizes, reverse=True):
                 for layer in range(self.stack.num_layers):
@@ -209,19 +209,23 @@ class GraphSteps:
             return source.to(self.device, non_blocking=True)
         return target.copy_(source, non_blocking=True)
 
-    def _graph(self, kind: str, key: Any, warm_up: Callable[[], None], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = self.graphs.get((kind, key))
-        if graph is None:
-            try:
-                with self._own_attention():
-                    graph = self.capturer.capture(warm_up, run)
-            except Exception as error:
-                raise NotCapturable(one_line(error)) from error
-            self.graphs[kind, key] = graph
-        return graph
+    def _capture(self, key: tuple[Any, ...], warm_up: Callable[[], None], run: Callable[[], None]) -> None:
+        try:
+            with self._own_attention():
+                self.graphs[key] = self.capturer.capture(warm_up, run)
+        except Exception as error:
+            raise NotCapturable(one_line(error)) from error
+
+    def _frame_graph(self, name: str, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What comes before the layers, or behind them."""
+        if (name,) not in self.graphs:
+            self._capture((name,), run, run)
+        return self.graphs[(name,)]
 
     def _layer_graph(self, layer: int, rows: int) -> torch.cuda.CUDAGraph:
-        key = layer, rows
+        key = "layer", layer, rows
+        if key in self.graphs:
+            return self.graphs[key]
         # What runs inside a capture must have run before; layers of a kind run the same.
         kind = type(self.stack.layers[layer]), self.stack.windows[layer], rows
 
@@ -234,9 +238,13 @@ class GraphSteps:
             own = self.states[:rows]
             torch.where(self._is_own(rows, self.counts[layer]), self._layer(layer, rows), own, out=own)
 
-        return self._graph("layer", key, warm_up, run)
+        self._capture(key, warm_up, run)
+        return self.graphs[key]
 
     def _map_graph(self, depth: int, layer: int, rows: int) -> torch.cuda.CUDAGraph:
+        key = "map", depth, layer, rows
+        if key in self.graphs:
+            return self.graphs[key]
         repair = self.maps[depth][layer]
 
         def repaired() -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +259,8 @@ class GraphSteps:
         def warm_up() -> None:
             repaired()
 
-        return self._graph("map", (depth, layer, rows), warm_up, run)
+        self._capture(key, warm_up, run)
+        return self.graphs[key]
 
     def _is_own(self, rows: int, count: torch.Tensor) -> torch.Tensor:
         own = self.order[:rows] < count

@@ -21,6 +21,7 @@ def serve(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    compile: opt.Compile = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -87,6 +88,7 @@ def serve(
         model,
         device,
         dtype,
+        compile,
         trust_remote_code=trust_remote_code,
         allow_other_weights=allow_other_weights,
         quantize="none",  # batches run the model's own layers
