@@ -190,6 +190,7 @@ def main() -> None:
         print(f"{time.perf_counter() - begun:6.1f} s", json.dumps(rows[-1]), flush=True)
 
     eager = started(Engine(model, None, plan, graphs=False), arguments)
+    eager.closed("full", 1, 1)  # what is loaded at first use
     for mode in modes:
         tell("closed, eager", mode, eager.closed(mode, concurrency, concurrency))
     del eager

@@ -1,8 +1,8 @@
 """Steps of a batch as CUDA graphs: one for each layer and number of rows, replayed one behind the other.
 
 A graph of a whole step would be needed for every profile of depths, and there are as many as there are batches. Graphs
-of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host some 8 µs, and the
-device needs about 100 for a layer of 7B. Numbers of rows are rounded up, since a layer takes as long as its weights do:
+of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host far less than the
+device needs for a layer of 7B, about 100 µs. Numbers of rows are rounded up, since a layer takes as long as its weights do:
 rows beyond the layer's own keep their state, write their keys where nobody reads, and look at nothing. So no row
 changes another.
 
