@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from depthdecay.cli.analyze import analyze
 from depthdecay.cli.bench import bench
+from depthdecay.cli.bench_vllm import bench_vllm
 from depthdecay.cli.calibrate import calibrate
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
@@ -20,6 +21,7 @@ from depthdecay.cli.eval import eval_command
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
+from depthdecay.cli.vllm import app as vllm
 from depthdecay.demo import demo
 from depthdecay.errors import DepthDecayError
 
@@ -98,6 +100,8 @@ app.command()(analyze)
 app.command("eval")(eval_command)
 app.command()(demo)
 app.command("lm-eval", context_settings=PASS_THROUGH)(lm_eval)
+app.add_typer(vllm)
+app.command("bench-vllm")(bench_vllm)
 
 
 def main() -> None:

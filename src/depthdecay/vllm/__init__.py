@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from depthdecay.errors import DepthDecayError
@@ -13,12 +14,18 @@ _STOCK = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 ARCHITECTURES = {stock: f"DepthDecay{stock}" for stock in _STOCK}
 
 
+def is_installed() -> bool:
+    """A package with code: any folder of that name on Python's path would be found too."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
 def check_version() -> None:
     """Refuse a vLLM that the plug-in was not written for."""
-    try:
-        import vllm
-    except ImportError:
-        raise DepthDecayError("vLLM is not installed; pip install 'depthdecay[vllm]'") from None
+    if not is_installed():
+        raise DepthDecayError("vLLM is not installed; pip install 'depthdecay[vllm]'")
+    import vllm
+
     found = str(vllm.__version__)
     # A build for another device adds to the version, as in 0.32.0+cpu; the code is the same.
     if found.partition("+")[0] != VLLM_VERSION:

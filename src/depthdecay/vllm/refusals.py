@@ -22,13 +22,16 @@ class DepthDecayModelConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: Any) -> None:
         for reason in _reasons(vllm_config):
             raise DepthDecayError(reason)
-        _check_plan(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
+        stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[config.architectures[0]]
+        server_depth(getattr(config, KEY, None), config.num_hidden_layers).check_shape(config_identity(config, stock))
         vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.cache_config.enable_prefix_caching:
             vllm_config.scheduler_config.scheduler_cls = _SCHEDULER
 
 
 def _reasons(vllm_config: Any) -> Iterator[str]:
+    from vllm import envs
     from vllm.platforms import current_platform
 
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
@@ -45,7 +48,7 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
     if vllm_config.speculative_config is not None:
         yield "depth decay does not go together with speculative decoding; leave --speculative-config out"
     if vllm_config.lora_config is not None:
-        yield "depth decay does not go together with LoRA, which expects all rows in all layers; leave --enable-lora out"
+        yield "depth decay does not go together with LoRA, which expects all rows in a layer; leave --enable-lora out"
     if vllm_config.kv_transfer_config is not None:
         yield (
             "depth decay leaves keys and values of dropped layers unwritten, so a cache must not leave this engine; "
@@ -57,21 +60,12 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
         yield "depth decay does not go together with context parallelism; leave its sizes at 1"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "depth decay runs prompts in all layers; leave --kv-sharing-fast-prefill out"
+    if envs.VLLM_USE_RUST_FRONTEND:
+        yield "a request's depth is checked in vLLM's Python front end; leave VLLM_USE_RUST_FRONTEND out"
     if parallel.worker_cls not in ("auto", _WORKER):
         yield f"depth decay needs a worker of its own, but --worker-cls is {parallel.worker_cls}; leave it out"
     if cache.enable_prefix_caching and scheduler.scheduler_cls not in (None, _SCHEDULER):
         yield (
             "a prefix cache must not hold decayed text, which the scheduler given by --scheduler-cls does not know; "
             "leave it out, or add --no-enable-prefix-caching"
-        )
-
-
-def _check_plan(config: Any) -> None:
-    depth = server_depth(getattr(config, KEY, None), config.num_hidden_layers)
-    stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[config.architectures[0]]
-    shape = config_identity(config, stock)
-    differences = depth.plan.model.shape_differences(shape) if depth.plan.model is not None else []
-    if differences:
-        raise DepthDecayError(
-            f"the plan was made for {depth.plan.model}, but the model is {shape}: {'; '.join(differences)}"
         )

@@ -1,4 +1,4 @@
-"""What a server and its requests say about depth, as plans: `depth_decay` in the model's configuration and extra_args."""
+"""What a server and its requests say about depth, as plans: `depth_decay` in the configuration and in extra_args."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ class ServerDepth:
                 self._asked.clear()
             self._asked[key] = self._request_plan(values)
         return self._asked[key]
+
+    def check_shape(self, shape: ModelIdentity) -> None:
+        """Refuse a plan for a model of another shape, before any weights are there to compare."""
+        made_for = self.plan.model
+        differences = made_for.shape_differences(shape) if made_for is not None else []
+        if differences:
+            raise PlanMismatchError(f"the plan was made for {made_for}, but the model is {shape}: {differences[0]}")
 
     def _request_plan(self, values: dict[str, Any]) -> Plan:
         if any(name in values for name in ("plan", *_LADDER)):
@@ -106,6 +113,16 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
         ladder = Ladder.middle_out(num_layers, **cores) if order is None else Ladder(num_layers, tuple(order))
         plan = Plan(ladder, FullSchedule(num_layers), "full")
     return ServerDepth(plan, allow)
+
+
+def server_settings(plan: Plan) -> dict[str, Any]:
+    """A decay made by rule, as `depth_decay` says it."""
+    if not isinstance(plan.schedule, PowerSchedule):
+        raise DepthDecayError(f"only a decay can be said in numbers, not the rule {plan.rule}; save the plan")
+    values = {name: getattr(plan.schedule, name) for name in _SHAPE}
+    said = {name: value for name, value in values.items() if value is not None}
+    # As a text, alpha keeps all its digits.
+    return {**said, "alpha": format(plan.schedule.alpha, "f"), "drop_order": list(plan.ladder.drop_order)}
 
 
 def config_identity(config: Any, architecture: str) -> ModelIdentity:
