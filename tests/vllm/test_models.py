@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,8 @@ def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_schedule
 def test_what_cannot_work_is_refused_before_anything_is_loaded(
     tiny: str, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"depth|plan|alpha") as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         configured(tiny, **settings)
-    assert message in str(refused.value)
 
 
 def test_a_plan_with_maps_for_other_weights_is_refused_when_weights_are_loaded(smollm2: str, tmp_path: Path) -> None:

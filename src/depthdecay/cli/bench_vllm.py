@@ -48,11 +48,16 @@ def bench_vllm(
     layers = config.num_hidden_layers
     plans = {
         "full depth": Plan.decay(layers, 1),
-        "1.25x fewer layers": Plan.for_speedup(layers, "1.25", over_tokens=new_tokens),
-        "1.5x fewer layers": Plan.for_speedup(layers, "1.5", over_tokens=new_tokens),
+        "1.25x fewer": Plan.for_speedup(layers, "1.25", over_tokens=new_tokens),
+        "1.5x fewer": Plan.for_speedup(layers, "1.5", over_tokens=new_tokens),
         f"alpha {alpha}": Plan.decay(layers, alpha),
     }
-    settings: dict[str, Any] = {"new_tokens": new_tokens, "prompt_tokens": prompt_tokens, "rounds": rounds, "dtype": dtype}
+    settings: dict[str, Any] = {
+        "new_tokens": new_tokens,
+        "prompt_tokens": prompt_tokens,
+        "rounds": rounds,
+        "dtype": dtype,
+    }
     with working("preparing …") as say:
         rows = run_bench(folder, stock, plans, workloads=workloads.split(","), progress=say, **settings)
     _print_rows(model, rows)

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
@@ -30,8 +30,8 @@ class Workload:
     @classmethod
     def named(cls, name: str, new_tokens: int, prompt_tokens: int) -> Workload:
         if name == "mix":
-            # From a quarter of the length to its double, in an order that has nothing to do with it.
-            answers = [new_tokens // 4 + new_tokens * 7 * number // (4 * 23) for number in range(24)]
+            # From a quarter of the length to all of it, in an order that has nothing to do with it.
+            answers = [new_tokens // 4 + 3 * new_tokens * number // (4 * 23) for number in range(24)]
             random.Random(0).shuffle(answers)
             return cls(name, (prompt_tokens,) * 24, tuple(answers), SLOTS)
         if name not in WORKLOADS:
@@ -78,12 +78,13 @@ def run_bench(
     for job in jobs:
         methods: dict[str, Plan | None] = {"stock": None, **plans}
         found = {name: Row(job.name, name, sum(job.answers)) for name in methods}
-        for number in range(rounds + 1):  # the first warms up
+        warm_up = replace(job, answers=(4,) * len(job.answers))
+        for plan in methods.values():
+            _run(plain if plan is None else ours, warm_up, plan)
+        for number in range(rounds):
             for name, plan in methods.items():
-                progress(f"{job.name}, round {number} of {rounds}: {name}")
-                seconds = _run(plain if plan is None else ours, job, plan)
-                if number:
-                    found[name].seconds.append(round(seconds, 3))
+                progress(f"{job.name}, round {number + 1} of {rounds}: {name}")
+                found[name].seconds.append(round(_run(plain if plan is None else ours, job, plan), 3))
         for name, plan in methods.items():
             _complete(found[name], plan, job, found["stock"])
         rows += found.values()
