@@ -138,7 +138,7 @@ def test_layers_run_only_for_the_rows_that_need_them(ours: Any, prompts: list[li
     ("depth", "message"),
     [
         ({"alpha": 1.5}, "alpha is 1.5; expected a number above 0 and at most 1"),
-        ({"alpha": 0.9, "min_layers": 12}, "goes to depth 21, for which the server's plan has no repairs"),
+        ({"alpha": 0.9, "min_layers": 22}, "goes to depth 22, for which the server's plan has no repairs"),
         ({"drop_order": [3], "alpha": 0.9}, "takes the ladder of its server"),
         ({"alpha": 0.9, "speed": 2}, "depth_decay has speed"),
         ({"warmup_tokens": 3}, "lacks alpha"),
