@@ -62,7 +62,7 @@ def bench_vllm(
         rows = run_bench(folder, stock, plans, workloads=workloads.split(","), progress=say, **settings)
     _print_rows(model, rows)
     if json_file is not None:
-        write_result(json_file, {"model": model, "settings": settings | {"threads": _threads()}, "rows": rows})
+        write_result(json_file, {"model": model, "settings": settings | {"threads": _threads()}, "vllm_rows": rows})
 
 
 def _threads() -> int:
