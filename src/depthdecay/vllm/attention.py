@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from depthdecay.errors import DepthDecayError
 from depthdecay.vllm.layers import Attend, Attention
 from depthdecay.vllm.step import Rows
 
@@ -36,6 +37,9 @@ def attend_with(
                 **common, block_table_tensor=block_table[requests], slot_mapping=own_slots, causal=True
             )
             for group in groups:
+                # Its block table would be written into one buffer, over that of the rows before.
+                if getattr(group, "kernel_block_size", None) is not None:
+                    raise DepthDecayError("attention splits the cache's blocks here; choose another --block-size")
                 built = group.build_metadata(about)
                 for name in group.layer_names:
                     metadata[name], slots[name] = built, own_slots
