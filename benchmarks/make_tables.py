@@ -27,6 +27,7 @@ MISSING = "–"
 KINDS: dict[str, set[str]] = {
     "calibrate": {"model", "command", "machine", "promise", "repaired", "plain", "choices"},
     "eval": {"model", "command", "machine", "task", "settings", "rows", "comparisons"},
+    "precisions": {"model", "command", "machine", "settings", "rows", "read_gb_per_second"},
     "bench": {"model", "command", "machine", "settings", "rows"},
     "lossless": {"model", "command", "machine", "settings", "lossless_rows"},
     "steps": {"command", "machine", "step_costs"},
@@ -456,11 +457,56 @@ def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
     return lines or ["None has been recorded yet. `depthdecay bench --mode lossless` writes one."]
 
 
+PRECISIONS = (
+    "Ratios within one interleaved run, as medians with their range over rounds; realised is the plan's wall-clock "
+    "speed-up over that in bytes. [On a CPU](CPU.md) says what runs."
+)
+
+
+def spread(values: list[float] | None) -> str:
+    if not values:
+        return MISSING
+    median, least, most = values
+    return f"{median:.2f}x ({least:.2f}–{most:.2f})"
+
+
+PRECISION_COLUMNS: tuple[Column, ...] = (
+    ("method", lambda row: row["title"]),
+    ("against `generate` in bfloat16", lambda row: "failed" if row["error"] else spread(row["times_generate"])),
+    ("against llama.cpp", lambda row: spread(row["times_llama"])),
+    (
+        "share of a large read's bandwidth",
+        lambda row: f"{row['bandwidth_share']:.0%}" if row["bandwidth_share"] else "–",
+    ),
+    ("layer speed-up", lambda row: times(row["layer_speedup"])),
+    ("cost speed-up (ideal)", lambda row: times(row["cost_speedup"])),
+    ("wall-clock speed-up (measured)", lambda row: times(row["wall_clock_speedup"])),
+    ("realised", lambda row: f"{row['realised']:.2f}" if row["realised"] else MISSING),
+)
+
+
+def precisions_section(results: list[Result]) -> list[str]:
+    """A table for each model; times on a CPU compare within a run only."""
+    lines = [PRECISIONS, ""] if results else ["None has been recorded yet. `depthdecay bench --device cpu` writes one."]
+    for result in sorted(results, key=lambda r: (r["model"], r["file"])):
+        settings, facts = result["settings"], result["machine"]
+        words = [
+            f"{settings['new_tokens']} new tokens",
+            f"{settings['rounds']} rounds",
+            f"{settings['threads']} threads of {facts['cpu']}, {facts['cores']} cores",
+            *_software(result),
+        ]
+        lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
+        lines += [*table(PRECISION_COLUMNS, result["rows"]), "", f"`{result['command']}`", ""]
+    return lines
+
+
 def make_document(results: dict[str, list[Result]]) -> str:
     sections = {
         "Calibrated plans": calibration_section(results["calibrate"]),
         "Answers to tasks": answers_section(results["eval"]),
         "Lossless mode": lossless_section(results["lossless"], results["steps"]),
+        "On a CPU": precisions_section(results["precisions"]),
     }
     parts = [HEAD, *(f"## {title}\n\n" + "\n".join(lines).strip() for title, lines in sections.items())]
     return "\n\n".join(parts) + "\n"

@@ -17,14 +17,17 @@ import depthdecay as dd
 from depthdecay.budget import Costs, cost_speedup, drafter_of, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
-from depthdecay.calibrate.draft import expected
+from depthdecay.calibrate.drafter import expected
+from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
 from depthdecay.calibrate.fit import Moments, Trace, _sample, fit_plan
+from depthdecay.calibrate.goal import upper_bound
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
-from depthdecay.calibrate.run import upper_bound
 from depthdecay.calibrate.search import Found, Search
+from depthdecay.decoding import Prompt
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import runs_of
+from depthdecay.lossless import LosslessDecoder
 from depthdecay.repairs import Repair, Repairs
 from depthdecay.stack import Stack
 
@@ -355,6 +358,33 @@ def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
     assert not held & fitted
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "mixtral"])
+def test_drafts_are_simulated_as_lossless_mode_makes_them(architecture: str) -> None:
+    model = tiny_model(architecture)
+    stack = Stack.of(model)
+    assert can_simulate_drafts(stack)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
+    texts = continue_prompts(dd.Engine(model), prompts, 14, batch=2)
+    recording = Recording.of(stack, texts)
+    Simulator(recording).measure(
+        dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=ORDER)
+    )  # writes shallow keys over the full model's
+    drafts, plan = Drafts(recording), dd.Plan.constant(LAYERS, LAYERS - 4, drop_order=ORDER)
+    (batch,) = recording.batches
+    (_, simulated), *_ = list(drafts.logits(batch, Simulator(drafts).final_state(batch, plan)))
+    depth = plan.schedule.final_depth
+    for row, text in enumerate(sorted(texts, key=lambda text: (len(text.prompt), text.prompt))):
+        for column in range(0, len(text.tokens) - 1, 3):
+            before = [*text.prompt, *text.tokens[:column]]
+            prompt = Prompt.pad([before], 0, torch.device("cpu"))
+            decoder = LosslessDecoder(stack, plan, prompt, 4, Repairs(), 2)
+            with torch.no_grad():
+                decoder.prefill(prompt)
+                token = torch.tensor([[text.tokens[column]]])
+                drafted = decoder._pass(token, decoder.next_position, depth)[0, -1]
+            torch.testing.assert_close(simulated[row, column], drafted, atol=2e-4, rtol=1e-3)
+
+
 def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Path) -> None:
     model = tiny_model("llama")
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
@@ -364,10 +394,9 @@ def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Pat
     best = max(made.figures["tried"], key=lambda found: found["speedup"])
     assert (chosen["depth"], chosen["cost"]) == (best["depth"], best["cost"])
     assert max(rates) > min(rates)
-    assert best["acceptance"] == pytest.approx(
-        Simulator(run.select).measure(made.plan, made.repairs.only({best["depth"]})).agreement
-    )
-    assert chosen["acceptance"] == made.figures["repaired"]["agreement"]  # what is told is of held-out text
+    only = made.repairs.only({best["depth"]})
+    assert best["acceptance"] == pytest.approx(Simulator(Drafts(run.select)).measure(made.plan, only).agreement)
+    assert chosen["acceptance"] == pytest.approx(Simulator(Drafts(run.held_out)).measure(made.plan, only).agreement)
     assert expected(5, 1.0, 0.5).speedup > 1.0 > expected(5, 0.2, 0.5).speedup
     made.save(tmp_path)
     plan = dd.Plan.load(tmp_path)

@@ -599,3 +599,44 @@ def test_the_embedded_models_speedup_is_calibrated() -> None:
         guessed = PlanOptions(speedup="2").choose(model, DEFAULT_MODEL, None, 128)
     assert guessed is not None
     assert guessed.repairs is None
+
+
+@pytest.mark.parametrize("setting", ["none", "int8", "int4"])
+def test_generate_in_few_bits(tiny: str, setting: str) -> None:
+    result = run("generate", "-m", tiny, "--device", "cpu", "--quantize", setting, "-n", "4", "--json", "hello")
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["token_ids"]) == 4
+
+
+def test_settings_of_the_cpu_are_checked_before_a_model_is_loaded() -> None:
+    for command in (("generate", "x"), ("chat",), ("info",), ("bench", "--device", "cpu")):
+        assert "expected none, int8 or int4" in refused(*command, "--quantize", "int3")
+        assert "--threads is 0" in refused(*command, "--threads", "0")
+    assert "--quantize is for --model" in refused("bench", "--shape", "tiny", "--device", "cpu", "--quantize", "int4")
+
+
+def test_info_says_how_passes_run(tiny: str) -> None:
+    facts = json.loads(run("info", "-m", tiny, "--device", "cpu", "--quantize", "int4", "--json").stdout)
+    assert facts["passes"]["quantized"]["setting"] == "int4"
+    assert facts["passes"]["quantized"]["matrices"] == {"4 bits": 7 * 8, "8 bits": 1}
+    assert "56 matrices in 4 bits" in run("info", "-m", tiny, "--device", "cpu", "--quantize", "int4").stdout
+    assert "weights as they are" in run("info", "-m", tiny, "--device", "cpu").stdout
+
+
+def test_fidelity_is_measured_and_written(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "fidelity.json"
+    result = run("info", "-m", tiny, "--device", "cpu", "--fidelity", "2", "--json-file", str(file))
+    assert result.exit_code == 0, result.output
+    assert "fidelity of int8" in result.stdout
+    settings = json.loads(file.read_text())["settings"]
+    assert 0 <= settings["int8"]["kl"] < settings["int4"]["kl"]
+    assert "without --fidelity" in refused("info", "-m", tiny, "--json-file", str(file))
+
+
+def test_bench_of_a_model_on_a_cpu_takes_every_precision(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "cpu.json"
+    arguments = ("bench", "-m", tiny, "--device", "cpu", "--new-tokens", "4", "--rounds", "1", "--json", str(file))
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    titles = {row["title"] for row in json.loads(file.read_text())["rows"]}
+    assert {"generate float32", "full float32", "full bfloat16", "decay int8", "decay int4"} <= titles

@@ -49,7 +49,7 @@ def record(decoder: graphs.GraphDecoder, depth: int, bucket: int) -> graphs._Gra
 
 def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
     monkeypatch.setattr(graphs.GraphDecoder, "_capture", record)
-    engine = dd.Engine(model, plan=plan)
+    engine = dd.Engine(model, plan=plan, fast=False)  # a CPU's compiled pass would take the prompt
     engine.uses_graphs = True
     engine.compiled = graphs.CompiledLayers() if compile else None
     return engine

@@ -339,3 +339,21 @@ def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(fold
     assert "A full-depth step takes 3.967 ms. A verification costs 1.010 for 2, 1.031 for 4 tokens." in lines(
         folder, "RESULTS.md"
     )
+
+
+def test_precisions_of_a_cpu_stand_as_ratios_with_their_range(folder: Path) -> None:
+    from depthdecay.bench_cpu import CpuReport, CpuRow
+
+    settings = {"new_tokens": 64, "prompt_tokens": 32, "rounds": 3, "threads": 2}
+    rows = [
+        CpuRow("full int4", 5.8, bandwidth_share=0.56, times_generate=[8.28, 7.52, 9.1], times_llama=[1.69, 1.5, 19.0]),
+        CpuRow("llama.cpp", error="not installed"),
+    ]
+    report = CpuReport("smollm2-135m", settings, 12.0, rows).to_dict()
+    about = {key: result(device="cpu")[key] for key in ("commit", "machine", "versions")}
+    add(folder, "cpu.json", about | {"command": "depthdecay bench --device cpu"} | report)
+    assert run(folder) == 0
+    (ours,) = cells(folder, "RESULTS.md", "| full int4")
+    assert ours[:4] == ["full int4", "8.28x (7.52–9.10)", "1.69x (1.50–19.00)", "56%"]
+    ((_, failed, *_),) = cells(folder, "RESULTS.md", "| llama.cpp")
+    assert failed == "failed"

@@ -137,7 +137,7 @@ def run_bench(
     settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
     costs = Costs(stack, plan)
     report = Report(name, settings, copy_bandwidth(device), costs.full() / 1e9)
-    with _never_ending(stack.model):
+    with never_ending(stack.model):
         contenders = {}
         for method in methods:
             progress(f"preparing {_TITLES[method]}")
@@ -293,7 +293,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _never_ending(model: Any) -> Iterator[None]:
+def never_ending(model: Any) -> Iterator[None]:
     """Every method decodes the full length: the end of text is taken out of the settings for a while."""
     config = model.generation_config
     before, pad = config.eos_token_id, config.pad_token_id

@@ -13,19 +13,21 @@ from typing import Any
 import torch
 
 from .cache import PlannedCache, bucket_for
+from .cpu.stack import open_stack
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
 from .graphs import CompiledLayers, GraphDecoder
 from .lossless import LosslessDecoder, LosslessRun, drafting_for, drafting_plan
 from .lossless_graphs import LosslessGraphDecoder
 from .mailbox import Mailbox
+from .origin import Origin
 from .plan import Plan
 from .plan_check import check_plan
 from .repairs import Repairs, repairs_for
 from .request import Request, prepare_request
 from .sampling import Sampler, sequence_keys
 from .short_head import ShortHead
-from .stack import Stack, primary_device, require_eval
+from .stack import primary_device, require_eval
 from .text import TextStream
 from .windows import LONGEST, Drafting
 
@@ -112,7 +114,7 @@ class Stream(Iterator[Piece]):
         return next(self._pieces)
 
 
-class _Row:
+class Row:
     """One sequence of a batch on the host's side."""
 
     def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:
@@ -148,7 +150,9 @@ class _Row:
 class Engine:
     """Decodes with a model by a plan. Without a plan every token runs all layers.
 
-    The model is changed only while a call runs, and left exactly as it was found.
+    The model is changed only while a call runs, and left exactly as it was found. On a CPU `quantize` (none, int8,
+    int4) says how its weights are read; `origin`, which `load` gives, keeps what was rounded for the next start, and
+    `fast=False` leaves passes to the model's own forward.
     """
 
     def __init__(
@@ -162,8 +166,11 @@ class Engine:
         allow_other_weights: bool = False,
         repairs: Repairs | None = None,
         drafter: Plan | None = None,
+        quantize: str | None = None,
+        origin: Origin | None = None,
+        fast: bool | None = None,
     ) -> None:
-        self.stack = Stack.of(model)
+        self.stack = open_stack(model, quantize=quantize, origin=origin, fast=fast)
         require_eval(self.stack.model)
         self.tokenizer = tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
@@ -256,7 +263,7 @@ class Engine:
         require_eval(self.stack.model)
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [_Row(result, self.tokenizer, request) for result in results]
+        rows = [Row(result, self.tokenizer, request) for result in results]
         with self._borrowed_decoder(plan, prompt, request.max_new_tokens) as decoder:
             # Gradients are off within each pass only: a consumer's code runs between them.
             with torch.no_grad():
@@ -304,7 +311,7 @@ class Engine:
             raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
         plan, layers = self.drafting_plan, self.stack.num_layers
         prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [_Row(result, self.tokenizer, request) for result in results]
+        rows = [Row(result, self.tokenizer, request) for result in results]
         drafting = self._prepared_drafting()
         with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens, drafting) as decoder:
             sampler = self._sampler(request, prompt)

@@ -6,7 +6,6 @@ verification starts at the last token that is certain and writes all layers, so 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from .cache import PlannedCache
 from .decoding import EagerDecoder, Prompt
 from .plan import Plan
 from .repairs import Repairs
-from .sampling import Sampler, gumbel_noise
+from .sampling import Sampler, gumbel_noise, likeliest
 from .short_head import ShortHead
 from .stack import Stack
 from .windows import LONGEST, LOOKUP, Drafter, Drafting, Lookup
@@ -149,7 +148,7 @@ class LosslessDecoder(EagerDecoder):
         logits = self._pass(inputs, self.next_position + steps, self.stack.num_layers, keep=inputs.shape[1])
         self.cache.clock.filled = start  # until `keep` says how much of it stays
         if sampler.is_plain_greedy:
-            return logits.argmax(-1)
+            return likeliest(logits.float())
         said: list[torch.Tensor] = []
         picked: list[torch.Tensor] = []
         for place in range(inputs.shape[1]):
@@ -199,8 +198,7 @@ class LosslessDecoder(EagerDecoder):
         self.go_to(depth)
         end = self.filled + ids.shape[1]
         mask = self.mask[:, :end] if self.is_padded else None
-        with self.stack.exclusive(), contextlib.nullcontext() if short is None else short.in_place():
-            logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, keep)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, keep, short)
         self.cache.clock.filled = end
         return logits
 
@@ -229,7 +227,7 @@ class RowSampler:
             scores = torch.cat(rows)
         keys = self.sampler.keys
         if keys is None:
-            return scores.argmax(-1)
+            return likeliest(scores)
         # Places behind the last token are looked at, and thrown away.
         places = torch.tensor([min(index, keys.shape[1] - 1) for index in indices], device=keys.device)
         noise = gumbel_noise(keys.gather(1, places.unsqueeze(1)).squeeze(1), scores.shape[-1])

@@ -276,10 +276,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         column = window.base + window.drafted
         self.cache.on_device(column, bucket)
         ids = window.ids.gather(1, window.drafted.unsqueeze(0))
-        with contextlib.nullcontext() if short is None else short.in_place():
-            logits = self.stack.run(
-                self.layer_pass, ids, self.mask[:, :bucket], self.cache, column.unsqueeze(0) + window.offset
-            )[:, -1]
+        positions = column.unsqueeze(0) + window.offset
+        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :bucket], self.cache, positions, short=short)[:, -1]
         if self.compiled is not None and self._likeliest is likeliest:
             self._likeliest = torch.compile(likeliest)
         token, confidence = self._likeliest(logits)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from depthdecay import gguf_cache, gguf_convert
 from depthdecay.devices import choose_device, choose_dtype
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
+from depthdecay.origin import Origin
 from depthdecay.paths import expanded
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     source: Source
+    origin: Origin | None = None
 
     @property
     def shown_name(self) -> str:
@@ -69,6 +71,7 @@ def load(
     source, path = _locate(name)
     place = choose_device(device)
     number_type = choose_dtype(dtype)
+    origin: Origin | None
     with quiet_libraries(downloads=source == "hub"):
         try:
             if source in ("embedded", "gguf"):
@@ -76,15 +79,16 @@ def load(
                 # A quantised file has no dtype of its own. float32 holds the dequantised weights exactly, and a CPU
                 # gains little from less; on a GPU bfloat16 is what the bandwidth is bought for.
                 gguf_type = number_type or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-                network, tokenizer = _load_gguf(path, name, place, gguf_type, say)
+                network, tokenizer, origin = _load_gguf(path, name, place, gguf_type, say)
             else:
                 where = name if path is None else str(path)
                 network, tokenizer = _load_folder_or_hub(where, name, place, number_type, trust_remote_code, say)
+                origin = _origin(path, name, network)
         except torch.OutOfMemoryError as error:
             raise DepthDecayError(
                 f"'{name}' does not fit into the memory of {place}; take a smaller model or dtype, or device cpu"
             ) from error
-    return LoadedModel(network.eval(), tokenizer, name, source)
+    return LoadedModel(network.eval(), tokenizer, name, source, origin)
 
 
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
@@ -186,12 +190,13 @@ def _check_folder(path: Path) -> None:
 
 def _load_gguf(
     path: Path, name: str, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Origin]:
     import torch
 
     folder, fresh = gguf_cache.converted(path, dtype, say)
+    origin = Origin.of_conversion(folder, path)
     try:
-        return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name)
+        return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -200,7 +205,13 @@ def _load_gguf(
     # Sizes were right and the content was not: whatever broke it, the file itself is still there.
     gguf_cache.discard(folder)
     folder, _ = gguf_cache.converted(path, dtype, say)
-    return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name)
+    return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
+
+
+def _origin(folder: Path | None, name: str, network: Any) -> Origin | None:
+    if folder is not None:
+        return Origin.of_folder(folder, network.dtype)
+    return Origin.of_hub(name, getattr(network.config, "_commit_hash", None), network.dtype)
 
 
 def _load_folder_or_hub(

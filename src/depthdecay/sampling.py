@@ -48,6 +48,13 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """The greedy choice of each row. On a CPU by numpy: torch wakes its threads for it, which then stand in the way."""
+    if scores.device.type == "cpu" and not scores.requires_grad:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """Murmur3's 32-bit finaliser, in 64-bit integers so that shifts are logical on every device."""
     x = x & _MASK32
@@ -97,7 +104,7 @@ class Sampler:
         if self.processors:
             scores = self.processors(self.text(index), scores)
         if self.keys is None:
-            return scores.argmax(dim=-1), scores
+            return likeliest(scores), scores
         return (scores + gumbel_noise(self.keys[:, index], scores.shape[-1])).argmax(dim=-1), scores
 
     def record(self, tokens: torch.Tensor, index: int) -> None:

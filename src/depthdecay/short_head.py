@@ -20,6 +20,7 @@ from .stack import Stack, patched
 SHARE, LEAST = 5, 16384
 SPARE = 2048  # rows for tokens of the prompt and of the answer that are not among them
 WORTH = 0.08  # of a step's bytes, that the output matrix must be
+MOST = 0.7  # of the output matrix, that the rows may weigh
 
 
 class ShortHead:
@@ -45,7 +46,10 @@ class ShortHead:
         size = head.weight.shape[0]
         first = max(LEAST, size // SHARE)
         head_bytes = stack.head_bytes()
-        if head_bytes < WORTH * (head_bytes + sum(stack.layer_bytes())) or first + SPARE > 0.7 * size:
+        if head_bytes < WORTH * (head_bytes + sum(stack.layer_bytes())):
+            return None
+        # Rows are in the model's own precision: beside a matrix in few bits they may be no shorter.
+        if (first + SPARE) * head.weight.shape[1] * head.weight.element_size() > MOST * head_bytes:
             return None
         ends = stack.model.generation_config.eos_token_id
         chosen = torch.zeros(size, dtype=torch.bool)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import DepthDecayError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from .short_head import ShortHead
 
 Forward = Callable[..., Any]
 
@@ -128,15 +131,24 @@ class Stack:
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
+        short: ShortHead | None = None,
     ) -> torch.Tensor:
-        """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them."""
+        """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them.
+
+        Where `short` is given the logits are those rows' only.
+        """
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        with self.exclusive(), self.routed(layer_pass):
-            output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
+        shortened = contextlib.nullcontext() if short is None else short.in_place()
+        with self.exclusive(), self.routed(layer_pass), shortened:
+            arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+            output = self.forward(**arguments)
         logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    def forward(self, **arguments: Any) -> Any:
+        return self.model(**arguments)
 
     @functools.cached_property
     def forward_arguments(self) -> frozenset[str]:

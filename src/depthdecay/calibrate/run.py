@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from depthdecay.budget import Costs, plan_at_speedup
 from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts, variety
-from depthdecay.calibrate.fidelity import Fidelity, Simulator
+from depthdecay.calibrate.fidelity import Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace, fit_plan
+from depthdecay.calibrate.goal import CONFIDENCE, Goal, upper_bound
 from depthdecay.calibrate.influence import block_influence, unrepaired_share
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
@@ -31,44 +31,6 @@ from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.stack import Stack
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What the user asked for: a bound on quality, a speed-up, or drafts for lossless mode."""
-
-    max_kl: float | None = None
-    max_agreement_loss: float | None = None
-    speedup: float | None = None
-    lossless: bool = False
-
-    def __post_init__(self) -> None:
-        given = [value for value in (self.max_kl, self.max_agreement_loss, self.speedup) if value is not None]
-        if len(given) + self.lossless != 1:
-            raise DepthDecayError("give one of --max-kl, --max-agreement-loss and --speedup")
-        if self.lossless:
-            return
-        if not (1 if self.speedup is not None else 0) < given[0] < math.inf:
-            raise DepthDecayError(f"the goal is {given[0]:g}; expected a budget above 0, or a speed-up above 1")
-
-    @property
-    def measure(self) -> str:
-        if self.max_agreement_loss is not None:
-            return "share of tokens on which plan and full model differ"
-        return "mean KL to the full model, in nats a token"
-
-    @property
-    def budget(self) -> float | None:
-        return self.max_kl if self.max_kl is not None else self.max_agreement_loss
-
-    def losses(self, fidelity: Fidelity) -> list[float]:
-        """What the budget bounds, as the mean over each prompt's tokens."""
-        if self.max_agreement_loss is not None:
-            return [1 - agreement for agreement in fidelity.agreement_by_prompt]
-        return fidelity.kl_by_prompt
-
-    def loss(self, fidelity: Fidelity) -> float:
-        return 1 - fidelity.agreement if self.max_agreement_loss is not None else fidelity.kl
 
 
 @dataclass(frozen=True)
@@ -326,7 +288,7 @@ class Calibration:
         """Maps of every depth down to the lowest, each fitted as if all positions had run at that depth."""
         layers = self.stack.num_layers
         if settings not in self._traces:
-            self._traces.clear()  # a trace holds the states of all texts at all layers
+            self.forget_traces()
         trace, maps = self._traces.get(settings, (Trace(self.fit), {}))
         for layer in self.found.order[len(maps) : layers - lowest]:
             trace = trace.without([layer], settings)
@@ -334,6 +296,10 @@ class Calibration:
             self.say(f"fitting maps at constant depth {layers - len(trace.dropped)}")
         self._traces[settings] = trace, maps
         return Repairs(maps)
+
+    def forget_traces(self) -> None:
+        """A trace holds the states of all texts at all layers."""
+        self._traces.clear()
 
     def plan_at(self, speedup: float, settings: FitSettings, shape: Shape) -> Plan:
         """The ladder with the decay that reaches a speed-up, maps of this size counted."""
@@ -451,7 +417,7 @@ class Calibration:
     def make(self, goal: Goal) -> Calibrated:
         """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
         if goal.lossless:
-            from depthdecay.calibrate.draft import make_drafter
+            from depthdecay.calibrate.drafter import make_drafter
 
             return make_drafter(self)
         if goal.speedup is not None:
@@ -548,7 +514,7 @@ class Calibration:
             "budget": goal.budget,
             "held_out": goal.loss(measured),
             "bound": bound,
-            "confidence": _CONFIDENCE,
+            "confidence": CONFIDENCE,
             "asked_speedup": speedup,
             "layer_speedup": plan.layer_speedup(tokens),
             "layer_speedup_with_repairs": float(costs.layer_speedup(plan, tokens)),
@@ -587,33 +553,8 @@ class Calibration:
         return Calibrated(replace(plan, repairs=REPAIRS_FILE, notes=notes), repairs, figures)
 
 
-_CONFIDENCE = 0.95
 _LEAST_SPEEDUP = 1.01
 _AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
-
-
-def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, draws: int = 4000) -> float:
-    """A one-sided 95% bound on the mean over tokens, from prompts drawn anew: tokens of one text are not independent.
-
-    The bootstrap's t: losses lean to one side, and with few prompts the plain percentile lies too low. Never below
-    what was measured.
-    """
-    weights = np.asarray(tokens, dtype=float)
-    sums = np.asarray(losses) * weights
-    picks = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
-
-    def mean_and_error(sums: Any, weights: Any) -> tuple[Any, Any]:
-        mean = sums.sum(-1) / weights.sum(-1)
-        left = (sums - mean[..., None] * weights) if np.ndim(mean) else sums - mean * weights
-        count = sums.shape[-1]
-        error = np.sqrt((left**2).sum(-1) * count / max(count - 1, 1)) / weights.sum(-1)
-        return mean, error
-
-    mean, error = mean_and_error(sums, weights)
-    means, errors = mean_and_error(sums[picks], weights[picks])
-    spread = (means - mean) / np.maximum(errors, 1e-12 + 0.05 * error)
-    by_t = mean - np.quantile(spread, 1 - _CONFIDENCE) * error
-    return float(max(by_t, np.quantile(means, _CONFIDENCE), mean))
 
 
 def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:

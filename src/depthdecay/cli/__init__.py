@@ -21,6 +21,8 @@ from depthdecay.cli.eval import eval_command
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
+from depthdecay.cli.loadtest import loadtest
+from depthdecay.cli.serve import serve
 from depthdecay.cli.vllm import app as vllm
 from depthdecay.demo import demo
 from depthdecay.errors import DepthDecayError
@@ -92,6 +94,8 @@ def depthdecay(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
+app.command()(loadtest)
 app.command()(info)
 app.command()(check)
 app.command()(bench)

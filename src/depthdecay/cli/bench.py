@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from depthdecay.bench import Report, Row
+    from depthdecay.bench_cpu import CpuReport
+    from depthdecay.models import LoadedModel
     from depthdecay.plan import Plan
 
 _PANEL = "Measurement"
@@ -30,6 +32,8 @@ def bench(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Real weights instead of a shape.")] = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
     speedup: opt.Speedup = None,
@@ -88,6 +92,14 @@ def bench(
     if plan is None and alpha is None and speedup is None:
         speedup = "1.25"
     plan_options = opt.PlanOptions(plan, alpha, speedup, over)
+    if shape is None and methods is None and batch == 1 and dtype is None and _is_cpu(device):
+        options = opt.ModelOptions(model or opt.DEFAULT_MODEL, "cpu", quantize=quantize, threads=threads)
+        _bench_cpu(options, plan_options, new_tokens, prompt_tokens, rounds, json_file)
+        return
+    if quantize is not None:
+        raise DepthDecayError(
+            "--quantize is for --model on a CPU, one sequence at a time, without --methods or --dtype"
+        )
     stored = plan_options.load()
     with working("preparing …") as say:
         from transformers.utils import logging
@@ -125,6 +137,89 @@ def bench(
     _print_report(report)
     if json_file is not None:
         write_result(json_file, json.loads(json.dumps(report.to_dict())))
+
+
+def _is_cpu(device: str | None) -> bool:
+    from depthdecay.devices import choose_device
+
+    return choose_device(device).type == "cpu"
+
+
+def _bench_cpu(
+    options: opt.ModelOptions,
+    plan_options: opt.PlanOptions,
+    new_tokens: int,
+    prompt_tokens: int,
+    rounds: int,
+    json_file: str | None,
+) -> None:
+    """Every precision, full and by the plan, between transformers and llama.cpp."""
+    stored = plan_options.load()
+    with working("preparing …", lasting=True) as say:
+        from dataclasses import replace
+
+        from depthdecay.bench_cpu import PRECISIONS, run_cpu_bench
+        from depthdecay.results import write_result
+
+        def choose(loaded: LoadedModel) -> Plan:
+            chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
+            assert chosen is not None
+            return chosen
+
+        one = {"none": PRECISIONS[:2], "int8": ("int8",), "int4": ("int4",)}
+        report = run_cpu_bench(
+            lambda dtype: replace(options, dtype=dtype).load(quiet=True),
+            choose,
+            new_tokens=new_tokens,
+            prompt_tokens=prompt_tokens,
+            rounds=rounds,
+            precisions=PRECISIONS if options.quantize is None else one[options.quantize],
+            progress=say,
+        )
+    _print_cpu_report(report)
+    if json_file is not None:
+        write_result(json_file, report.to_dict())
+
+
+def _print_cpu_report(report: CpuReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = report.settings
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("", "ms/token", "rounds", "tokens/s", "× generate", "× llama.cpp", "of memory", "realised"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for row in report.rows:
+        if row.error is not None:
+            table.add_row(row.title, f"[red]failed: {row.error}[/]")
+            continue
+        table.add_row(
+            row.title,
+            _number(row.ms_per_token, 2),
+            f"{_number(row.ms_min, 1)}–{_number(row.ms_max, 1)}",
+            _number(row.tokens_per_second, 1),
+            _spread(row.times_generate),
+            _spread(row.times_llama),
+            _number(100 * (row.bandwidth_share or 0), 0, "%"),
+            _number(row.realised, 2) if row.title.startswith("decay") else "",
+        )
+    console = Console()
+    console.print(
+        f"[bold]{report.model}[/] on {settings['threads']} threads, prompt of {settings['prompt_tokens']}, "
+        f"{settings['new_tokens']} new tokens, {settings['rounds']} interleaved rounds",
+        highlight=False,
+    )
+    console.print(f"[dim]a large read moves {report.read_gb_per_second:.1f} GB/s; {settings['plan']}[/]\n")
+    console.print(table)
+    console.print(
+        "[dim]× generate: times as fast as transformers' generate in bfloat16; medians of rounds, with their range. "
+        "of memory: bytes of weights a second, of what a large read moves. realised: wall-clock speed-up of the plan "
+        "over that in bytes.[/]"
+    )
+
+
+def _spread(values: list[float] | None) -> str:
+    return "–" if values is None else f"{values[0]:.2f} ({values[1]:.2f}–{values[2]:.2f})"
 
 
 def _print_report(report: Report) -> None:

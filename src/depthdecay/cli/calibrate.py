@@ -32,6 +32,8 @@ def calibrate(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     max_kl: Annotated[
         float | None, typer.Option(help=f"Mean KL to the full model [{DEFAULT_MAX_KL}].", rich_help_panel=_GOAL)
@@ -103,7 +105,7 @@ def calibrate(
 
     from depthdecay.budget import LOSSLESS_FOLDER
     from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
-    from depthdecay.calibrate.draft import LOWEST_SHARE
+    from depthdecay.calibrate.drafter import LOWEST_SHARE
 
     goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
     further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}
@@ -112,8 +114,14 @@ def calibrate(
     texts = read_prompts(prompts) if task is None else None
     examples = None if task is None else _open_task(task, prompts)
     folder = make_folder(out)
-    options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
+    options = opt.ModelOptions(
+        model, device, dtype, trust_remote_code=trust_remote_code, quantize=quantize, threads=threads
+    )
     loaded = options.load()
+    if quantize in ("int8", "int4"):
+        from depthdecay.cpu.stack import widen_in_place
+
+        widen_in_place(loaded.model, quantize, loaded.origin)
     if examples is not None:
         chat = bool(getattr(loaded.tokenizer, "chat_template", None))
         texts = [examples.prompt(example, chat) for example in examples.examples]

@@ -25,6 +25,8 @@ def chat(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     compile: opt.Compile = False,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -52,7 +54,9 @@ def chat(
 ) -> None:
     """Talk to a chat model; piped input is one turn a line."""
     plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
-    model_options = opt.ModelOptions(model, device, dtype, compile, trust_remote_code, allow_other_weights)
+    model_options = opt.ModelOptions(
+        model, device, dtype, compile, trust_remote_code, allow_other_weights, quantize, threads
+    )
     _, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet)
     settings = {
         "max_new_tokens": max_new_tokens,

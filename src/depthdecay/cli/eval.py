@@ -48,6 +48,8 @@ def eval_command(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     allow_other_weights: opt.AllowOtherWeights = False,
@@ -101,13 +103,18 @@ def eval_command(
     budgets = checked_speedups(_listed(speedups))
     stored = opt.PlanOptions(plan).load()
     with working("preparing …") as say:
-        loaded = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code).load(quiet=True)
+        options = opt.ModelOptions(
+            model, device, dtype, trust_remote_code=trust_remote_code, quantize=quantize, threads=threads
+        )
+        loaded = options.load(quiet=True)
         if loaded.tokenizer is None:
             raise DepthDecayError(f"'{model}' has no tokenizer, so it cannot be asked anything; give one that has")
         from depthdecay.evaluate.run import Settings, evaluate
         from depthdecay.evaluate.work_file import WorkFile
 
-        settings = Settings(names, budgets, over, batch, max_new_tokens, chat, allow_other_weights)
+        settings = Settings(
+            names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, options.setting(loaded)
+        )
         work = WorkFile.beside(target) if target is not None else WorkFile(None)
         report = evaluate(
             loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=_progress(say)

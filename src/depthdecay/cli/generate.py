@@ -26,6 +26,8 @@ def generate(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     compile: opt.Compile = False,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -60,7 +62,9 @@ def generate(
     if as_json and show_depth:
         raise DepthDecayError("--json and --show-depth were given together; the JSON has the depths already")
     text = read_prompt(prompt, prompt_file)
-    model_options = opt.ModelOptions(model, device, dtype, compile, trust_remote_code, allow_other_weights)
+    model_options = opt.ModelOptions(
+        model, device, dtype, compile, trust_remote_code, allow_other_weights, quantize, threads
+    )
     loaded, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet or as_json)
     stream = engine.stream(
         text,

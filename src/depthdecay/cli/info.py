@@ -27,6 +27,8 @@ def info(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -38,18 +40,37 @@ def info(
     min_layers: opt.MinLayers = None,
     allow_other_weights: opt.AllowOtherWeights = False,
     tokens: Annotated[int | None, typer.Option(help="Length of the answer that savings are told for.")] = None,
+    fidelity: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="On a CPU: measure on N prompts what --quantize int8 and int4 would cost."),
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json-file", metavar="FILE", help="With --fidelity: write a result file.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Show a model's layers and sizes; with --plan, --alpha or --speedup also what that saves."""
     plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
     if tokens is not None:
         whole_number("--tokens", tokens, 1)
+    if fidelity is not None:
+        whole_number("--fidelity", fidelity, 1)
+    elif json_file is not None:
+        raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
     length = tokens or over or opt.DEFAULT_OVER
     model_options = opt.ModelOptions(
-        model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
+        model,
+        device,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        allow_other_weights=allow_other_weights,
+        quantize=quantize,
+        threads=threads,
     )
     loaded, engine = opt.open_engine(model_options, plan_options, length, quiet=as_json)
     facts = model_facts(loaded, engine)
+    if fidelity is not None:
+        facts["fidelity"] = measured_fidelity(loaded, fidelity, json_file, quiet=as_json)
     savings = plan_savings(engine, engine.plan, length) if engine.plan is not None else None
     if as_json:
         print(json.dumps({**facts, "savings": savings}, ensure_ascii=False))
@@ -78,7 +99,41 @@ def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
         "device": str(engine.device),
         "chat_template": bool(getattr(loaded.tokenizer, "chat_template", None)),
         "default_ladder": default_ladder(stack.num_layers),
+        "passes": passes(engine),
     }
+
+
+def passes(engine: Engine) -> dict[str, Any]:
+    """How passes run on a CPU: compiled or the model's own, and which matrices in how many bits."""
+    from depthdecay.cpu.form import OtherForm, form_of
+    from depthdecay.cpu.stack import CpuStack
+    from depthdecay.cpu.threads import threads
+
+    if engine.device.type != "cpu":
+        return {"compiled": False, "why": None}
+    if isinstance(engine.stack, CpuStack):
+        rounded = engine.stack.rounded
+        return {"compiled": True, "threads": threads(), "quantized": None if rounded is None else rounded.describe()}
+    try:
+        form_of(engine.stack)
+    except OtherForm as reason:
+        return {"compiled": False, "why": str(reason)}
+    return {"compiled": False, "why": "there is no compiled code here, or it gave other results"}
+
+
+def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, quiet: bool) -> dict[str, Any]:
+    """KL and agreement of both settings against the model as loaded, with a result file where one is wanted."""
+    from depthdecay.cli.show import working
+    from depthdecay.cpu.fidelity import measure_rounding
+    from depthdecay.results import require_writable, write_result
+
+    if json_file is not None:
+        require_writable(json_file)
+    with working("measuring …", quiet=quiet) as say:
+        found = measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
+    if json_file is not None:
+        write_result(json_file, found)
+    return found
 
 
 def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | None]]:
@@ -140,6 +195,7 @@ def print_facts(facts: dict[str, Any]) -> None:
         "context": f"{facts['context_limit']} tokens" if facts["context_limit"] else "no limit set",
         "dtype": facts["dtype"],
         "device": facts["device"],
+        "passes": passes_words(facts["passes"]),
         "chat template": "yes" if facts["chat_template"] else "no",
         "default mode": "full depth",
         "default ladder": (
@@ -148,7 +204,24 @@ def print_facts(facts: dict[str, Any]) -> None:
             else "none: too few layers to drop any"
         ),
     }
+    if facts["passes"].get("quantized") and facts["passes"]["quantized"]["own_precision"]:
+        rows["own precision"] = ", ".join(facts["passes"]["quantized"]["own_precision"])
+    for setting, figures in facts.get("fidelity", {}).get("settings", {}).items():
+        words = f"KL {figures['kl']:.2g}, agreement {figures['agreement']:.4f} against {facts['fidelity']['against']}"
+        rows[f"fidelity of {setting}"] = f"{words} ({facts['fidelity']['prompts']} prompts)"
     _print_rows(rows)
+
+
+def passes_words(passes: dict[str, Any]) -> str:
+    if not passes["compiled"]:
+        return "the model's own" + (f": {passes['why']}" if passes["why"] else "")
+    words = f"compiled, {passes['threads']} threads"
+    quantized = passes["quantized"]
+    if quantized is None:
+        return f"{words}, weights as they are"
+    kinds = ", ".join(f"{count} matrices in {kind}" for kind, count in quantized["matrices"].items())
+    kept = quantized["blocks_of_the_file"]
+    return f"{words}, {kinds}" + (f" ({kept} of them the file's own blocks)" if kept else "")
 
 
 def print_savings(plan: Plan, savings: dict[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_OVER = 256
+MOST_THREADS = 1024
 # Calibrated for the embedded model, and part of the package.
 DEFAULT_PLAN = Path(__file__).parents[1] / "data" / "smollm2-135m"
 
@@ -36,6 +40,17 @@ Device = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.", rich_help_panel=_MODEL)]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Compile the layers: slower to start, faster after.", rich_help_panel=_MODEL)
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8|int4",
+        help="Weights on a CPU; of the embedded model its file's own 4 bits.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Threads on a CPU; a core each.", rich_help_panel=_MODEL)
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model ships.", rich_help_panel=_MODEL)
@@ -209,15 +224,26 @@ class ModelOptions:
     compile: bool = False
     trust_remote_code: bool = False
     allow_other_weights: bool = False
+    quantize: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (None, "none", "int8", "int4"):
+            raise DepthDecayError(f"--quantize is {self.quantize!r}; expected none, int8 or int4")
+        if self.threads is not None:
+            whole_number("--threads", self.threads, 1, MOST_THREADS)
 
     def load(self, quiet: bool = False) -> LoadedModel:
         # The Hub shows bars of its own while it downloads, which a spinner would tear.
         is_local = self.model == DEFAULT_MODEL or expanded(self.model).exists()
-        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
+        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say, no_collection():
             from transformers.utils import logging
 
+            from depthdecay.cpu.threads import set_threads
             from depthdecay.models import load
 
+            if self.threads is not None:
+                set_threads(self.threads)
             logging.set_verbosity_error()  # advice to programmers, which this program follows or cannot
             return load(
                 self.model,
@@ -226,6 +252,12 @@ class ModelOptions:
                 trust_remote_code=self.trust_remote_code,
                 progress=say,
             )
+
+    def setting(self, loaded: LoadedModel) -> str | None:
+        """What was asked for; else of the embedded model its file's own blocks, which are the model itself."""
+        if self.quantize is not None or loaded.source != "embedded" or loaded.model.device.type != "cpu":
+            return self.quantize
+        return "int4" if str(loaded.model.dtype) == "torch.float32" else None
 
     def engine(self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None) -> Engine:
         from depthdecay.engine import Engine
@@ -237,7 +269,20 @@ class ModelOptions:
             compile=self.compile,
             allow_other_weights=self.allow_other_weights,
             drafter=drafter,
+            quantize=self.setting(loaded),
+            origin=loaded.origin,
         )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def open_engine(

@@ -16,6 +16,7 @@ import torch
 from depthdecay.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
 from depthdecay.evaluate.work_file import WorkFile, digest
+from depthdecay.origin import Origin
 from depthdecay.plan import Plan
 from depthdecay.request import PLAIN_GREEDY
 
@@ -78,8 +79,18 @@ class Questions:
 class Answerer:
     """Asks one model the questions, method by method."""
 
-    def __init__(self, model: Any, tokenizer: Any, questions: Questions, work: WorkFile, run_key: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        questions: Questions,
+        work: WorkFile,
+        run_key: str,
+        quantize: str | None = None,
+        origin: Origin | None = None,
+    ) -> None:
         self.model = model
+        self.quantize, self.origin = quantize, origin
         self.tokenizer = tokenizer
         self.questions = questions
         self.work = work
@@ -108,7 +119,14 @@ class Answerer:
                 is_cold = engine is None
                 if engine is None:
                     # No tokenizer: text after every step would cost the host more than the step costs the device.
-                    engine = Engine(self.model, None, plan, allow_other_weights=allow_other_weights)
+                    engine = Engine(
+                        self.model,
+                        None,
+                        plan,
+                        allow_other_weights=allow_other_weights,
+                        quantize=self.quantize,
+                        origin=self.origin,
+                    )
                 batch = self._answer(engine, indices, is_cold, mode)
                 self.work.add(key, number, asdict(batch))
             done.append(batch)

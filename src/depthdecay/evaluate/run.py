@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.budget import Costs
+from depthdecay.cpu.stack import open_stack
 from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.evaluate.answers import Answerer, Answers, Questions
 from depthdecay.evaluate.gsm8k import EXEMPLARS
@@ -42,6 +43,7 @@ class Settings:
     max_new_tokens: int | None = None  # None: the task's own
     chat: bool | None = None  # None: for models that have a chat template
     allow_other_weights: bool = False
+    quantize: str | None = None  # on a CPU
 
 
 def evaluate(
@@ -55,7 +57,7 @@ def evaluate(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Report:
     """Run every method on every question. A batch that the work file has is not run again."""
-    stack = Stack.of(loaded.model)
+    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin)
     if plan is not None:
         _refuse_early(plan, stack, settings.allow_other_weights)
     chat = bool(getattr(loaded.tokenizer, "chat_template", None)) if settings.chat is None else settings.chat
@@ -70,7 +72,15 @@ def evaluate(
         lambda: block_influence(loaded.tokenizer, stack, plan),
     )
     report = Report(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
-    answerer = Answerer(loaded.model, loaded.tokenizer, questions, work or WorkFile(None), _run_key(loaded, questions))
+    answerer = Answerer(
+        loaded.model,
+        loaded.tokenizer,
+        questions,
+        work or WorkFile(None),
+        _run_key(loaded, questions, settings.quantize),
+        settings.quantize,
+        loaded.origin,
+    )
     told: list[str] = []
     for contender in methods:
         say = partial(_say, progress, contender.title)
@@ -160,10 +170,10 @@ def _require_room(stack: Stack, questions: Questions) -> None:
         )
 
 
-def _run_key(loaded: LoadedModel, questions: Questions) -> str:
+def _run_key(loaded: LoadedModel, questions: Questions, quantize: str | None) -> str:
     """Everything but the plan that decides an answer, and how it is timed."""
     model = loaded.model
-    place = [str(model.dtype), model.device.type]
+    place = [str(model.dtype), model.device.type, *([] if quantize is None else [quantize])]
     return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), PLAIN_GREEDY])
 
 
@@ -181,6 +191,7 @@ def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Q
         "over_tokens": settings.over_tokens,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.model.device.type,
+        "quantize": settings.quantize,
     }
 
 

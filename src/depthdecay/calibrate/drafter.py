@@ -2,8 +2,8 @@
 
 A draft may be wrong now and then, so other depths pay than for text that nobody checks: cheap ones. For every depth of
 the ladder the share of right drafts is measured and the bytes of a draft step are counted; the window's formula then
-says what lossless mode would gain. Drafts are measured as if all tokens before them had been shallow too; behind the
-full model's own keys and values, as in lossless mode, they do better.
+says what lossless mode would gain. Maps are fitted, and drafts measured, behind the full model's keys and values, as
+the first draft of a window is made; the later ones, behind other drafts, do a little worse.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from depthdecay.budget import Costs
+from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
 from depthdecay.calibrate.fidelity import Simulator
-from depthdecay.calibrate.fit import FitSettings
+from depthdecay.calibrate.fit import FitSettings, Trace
+from depthdecay.calibrate.goal import Goal
+from depthdecay.calibrate.recording import Recording
 from depthdecay.ladder import Ladder
 from depthdecay.lossless import MOST_DEPTH
 from depthdecay.plan import Plan
@@ -30,7 +33,7 @@ LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
 
 
 @dataclass(frozen=True)
-class Drafting:
+class Gain:
     """What drafts at one depth should bring."""
 
     depth: int
@@ -40,11 +43,11 @@ class Drafting:
     speedup: float
 
 
-def expected(depth: int, acceptance: float, cost: float) -> Drafting:
+def expected(depth: int, acceptance: float, cost: float) -> Gain:
     """By the window with the highest rate; below 1 where drafting would not pay."""
     costs = Pace().costs(cost)
     window = max(costs.best(acceptance, LONGEST), 1)
-    return Drafting(depth, acceptance, cost, window, costs.rate(acceptance, window))
+    return Gain(depth, acceptance, cost, window, costs.rate(acceptance, window))
 
 
 def make_drafter(run: Calibration) -> Calibrated:
@@ -52,9 +55,9 @@ def make_drafter(run: Calibration) -> Calibrated:
 
     Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
     """
-    from depthdecay.calibrate.run import Goal, Shape
+    from depthdecay.calibrate.run import Shape
 
-    tried: dict[FitSettings, list[Drafting]] = {}
+    tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}
     for size in run.settings.maps[:2]:
         maps[size], tried[size] = _by_depth(run, size)
@@ -67,20 +70,23 @@ def make_drafter(run: Calibration) -> Calibrated:
     made = run.measured(
         Goal(lossless=True), plan.num_layers / kept[0].depth, plan, repairs, size, Shape(kept[0].depth), listed
     )
-    held_out = expected(kept[0].depth, made.figures["repaired"]["agreement"], kept[0].cost)
+    simulator = Simulator(_as_drafts(run.held_out))
+    right = simulator.measure(_at(plan, kept[0].depth, kept[0].depth), repairs).agreement
+    held_out = expected(kept[0].depth, right, kept[0].cost)
     run.say(f"drafts at {held_out.depth} layers: {held_out.acceptance:.1%} right on held-out text")
     made.figures["drafting"] = asdict(held_out)
     return made
 
 
-def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Drafting]]:
+def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Gain]]:
     layers = run.stack.num_layers
     least = layers - len(run.found.order)
-    maps = run.constant_maps(size, least)
+    fit, select = _as_drafts(run.fit), _as_drafts(run.select)
+    maps = _maps(run, fit, size)
     costs = Costs(run.stack, run.ladder_plan, maps)
     short = ShortHead.of(run.stack, run.vocabulary)
     spared = 0 if short is None else costs.head - short.nbytes
-    simulator = Simulator(run.select)
+    simulator = Simulator(select)
     found = []
     for depth in range(max(least, 1), max(int(MOST_DEPTH * layers), least) + 1):
         measured = simulator.measure(_at(run.ladder_plan, depth, depth), maps.only({depth}))
@@ -90,6 +96,22 @@ def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Drafti
             f"{found[-1].speedup:.2f}x"
         )
     return maps, found
+
+
+def _as_drafts(recording: Recording) -> Recording:
+    return Drafts(recording) if can_simulate_drafts(recording.stack) else recording
+
+
+def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
+    """Maps of every depth of the ladder."""
+    run.forget_traces()
+    trace, at_depth = Trace(fit), {}
+    for layer in run.found.order:
+        trace = trace.without([layer], size)
+        depth = run.stack.num_layers - len(trace.dropped)
+        at_depth[depth] = trace.repairs
+        run.say(f"fitting maps for drafts at {depth} layers")
+    return Repairs(at_depth)
 
 
 def _at(ladder_plan: Plan, depth: int, lowest: int) -> Plan:

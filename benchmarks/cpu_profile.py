@@ -1,0 +1,81 @@
+"""Where a token's milliseconds go on a CPU: layers, output matrix, and everything outside the compiled call.
+
+python benchmarks/cpu_profile.py [--model M] [--rounds 5] [--json FILE]. Medians over rounds; within a round, settings
+take turns, so that they meet the same disturbances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from depthdecay.bench import never_ending
+from depthdecay.bench_cpu import read_bandwidth
+from depthdecay.cache import PlannedCache
+from depthdecay.engine import Engine
+from depthdecay.models import load
+from depthdecay.stack import LayerPass
+
+NEW_TOKENS, PROMPT = 128, 32
+
+
+def seconds_of_passes(stack: Any, dropped: frozenset[int], ids: torch.Tensor) -> float:
+    """The median compiled pass over one token, at places that a text of this length has."""
+    cache = PlannedCache([PROMPT + NEW_TOKENS] * stack.num_layers, stack.windows)
+    times = []
+    with torch.no_grad():
+        stack.run(LayerPass(), ids, None, cache, torch.arange(PROMPT).unsqueeze(0))
+        for place in range(PROMPT, PROMPT + NEW_TOKENS):
+            cache.clock.filled = place
+            started = time.perf_counter()
+            stack.run(LayerPass(dropped), ids[:, :1], None, cache, torch.tensor([[place]]))
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    loaded = load(arguments.model, device="cpu")
+    engines = {
+        setting: Engine(loaded.model, quantize=setting, origin=loaded.origin) for setting in ("none", "int8", "int4")
+    }
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(3, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    found: dict[str, dict[str, list[float]]] = {setting: {} for setting in engines}
+    for _ in range(arguments.rounds):
+        for setting, engine in engines.items():
+            every = frozenset(range(engine.stack.num_layers))
+            whole = seconds_of_passes(engine.stack, frozenset(), ids)
+            head = seconds_of_passes(engine.stack, every, ids)
+            with never_ending(loaded.model):
+                step = engine.generate(ids.tolist(), NEW_TOKENS, mode="full", do_sample=False)[0].ms_per_token
+            parts = {"step": step, "layers": 1000 * (whole - head), "output matrix": 1000 * head}
+            for name, value in (parts | {"outside the call": step - 1000 * whole}).items():
+                found[setting].setdefault(name, []).append(value)
+    bandwidth = read_bandwidth()
+    figures: dict[str, Any] = {}
+    for setting, engine in engines.items():
+        size = sum(engine.stack.layer_bytes()) + engine.stack.head_bytes()
+        medians = {name: round(statistics.median(values), 3) for name, values in found[setting].items()}
+        figures[setting] = {**medians, "memory floor": round(size / bandwidth / 1e6, 3), "bytes": size}
+        print(setting, figures[setting])
+    print(f"a large read moves {bandwidth:.1f} GB/s")
+    if arguments.json:
+        from depthdecay.results import write_result
+
+        sys.argv = ["cpu_profile", "--model", loaded.shown_name, "--rounds", str(arguments.rounds)]
+        told = {"model": loaded.shown_name, "read_gb_per_second": bandwidth, "ms_per_token": figures}
+        write_result(arguments.json, told)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`depthdecay serve`: the OpenAI API and a page to watch, over one batch of requests at mixed depths."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import working
+from depthdecay.errors import DepthDecayError
+from depthdecay.paths import expanded
+from depthdecay.schedule import whole_number
+
+KEY_VARIABLE = "DEPTHDECAY_API_KEY"
+_SERVER, _LIMITS = "Server", "Limits"
+
+
+def serve(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 8000,
+    served_name: Annotated[
+        str | None, typer.Option(help="The model's name in the API; else as given.", rich_help_panel=_SERVER)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help=f"What clients must send; better in ${KEY_VARIABLE}.", rich_help_panel=_SERVER),
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="Read the key from a file.", rich_help_panel=_SERVER)] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A site whose pages may ask; repeatable.", rich_help_panel=_SERVER)
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", rich_help_panel=_LIMITS)] = 32,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait.", rich_help_panel=_LIMITS)] = 256,
+    prefill_tokens: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens read between two steps; else 128, on CUDA 1024.", rich_help_panel=_LIMITS),
+    ] = None,
+    cohort_ms: Annotated[
+        float,
+        typer.Option(help="The longest wait for requests of the same age; 0: never wait.", rich_help_panel=_LIMITS),
+    ] = 20.0,
+    cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="For keys and values; else for whole texts, up to half of what is free.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    max_positions: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer; else the model's.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_body_kb: Annotated[int, typer.Option(help="Largest request.", rich_help_panel=_LIMITS)] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request.", rich_help_panel=_LIMITS)] = 600.0,
+    grace: Annotated[int, typer.Option(help="Seconds to finish in after SIGTERM.", rich_help_panel=_LIMITS)] = 60,
+) -> None:
+    """Serve a model behind the OpenAI API; a page to watch it is at /."""
+    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    key = read_key(api_key, api_key_file)
+    whole_number("--port", port, 0, 65535)
+    whole_number("--max-body-kb", max_body_kb, 1)
+    whole_number("--grace", grace, 0)
+    if cache_gb is not None and not cache_gb > 0:
+        raise DepthDecayError(f"--cache-gb is {cache_gb}; expected a number above 0")
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise DepthDecayError(
+            f"serving needs {error.name}, which is not installed; pip install 'depthdecay[serve]'"
+        ) from None
+    model_options = opt.ModelOptions(
+        model,
+        device,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        allow_other_weights=allow_other_weights,
+        quantize="none",  # batches run the model's own layers
+    )
+    loaded, engine = opt.open_engine(model_options, plan_options, None)
+    if engine.tokenizer is None:
+        raise DepthDecayError("this model has no tokenizer, and a server speaks text")
+    from depthdecay.batching import Batcher, BatchSettings
+    from depthdecay.serve.app import ServeSettings, make_app
+    from depthdecay.serve.run import run_server
+    from depthdecay.serve.worker import Worker
+
+    settings = BatchSettings(
+        max_batch=max_batch,
+        prefill_tokens=prefill_tokens or (1024 if engine.device.type == "cuda" else 128),
+        cohort_seconds=cohort_ms / 1000,
+        cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+        max_positions=max_positions,
+    )
+    with working("making room for keys and values …"):
+        worker = Worker(Batcher(engine, settings), max_waiting=max_waiting, timeout_seconds=timeout)
+    app = make_app(
+        worker,
+        ServeSettings(
+            model_name=served_name or loaded.shown_name,
+            api_key=key,
+            max_body_bytes=max_body_kb * 1024,
+            cors_origins=tuple(cors_origin or ()),
+        ),
+    )
+    run_server(app, worker, host, port, grace)
+
+
+def read_key(given: str | None, file: str | None) -> str | None:
+    """From the option, the file or the environment, in this order; an empty one is a mistake, never an open door."""
+    if given is not None and file is not None:
+        raise DepthDecayError("--api-key and --api-key-file were given together; use one")
+    if file is not None:
+        try:
+            key, where = expanded(file).read_text(encoding="utf-8").strip(), f"the file '{file}'"
+        except OSError as error:
+            raise DepthDecayError(f"the key file '{file}' cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise DepthDecayError(f"the key file '{file}' is not UTF-8 text") from None
+    elif given is not None:
+        key, where = given.strip(), "--api-key"
+    elif KEY_VARIABLE in os.environ:
+        key, where = os.environ[KEY_VARIABLE].strip(), f"${KEY_VARIABLE}"
+    else:
+        return None
+    if not key:
+        raise DepthDecayError(f"the API key in {where} is empty; leave it out to serve without one")
+    return key

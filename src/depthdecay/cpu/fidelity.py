@@ -1,0 +1,65 @@
+"""What rounding costs: next-token distributions at a setting against the model's own, on its own greedy text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from depthdecay.cache import PlannedCache
+from depthdecay.calibrate.continuations import Continuation, continue_prompts, variety
+from depthdecay.calibrate.fidelity import compare
+from depthdecay.cpu.stack import open_stack
+from depthdecay.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.models import LoadedModel
+from depthdecay.stack import LayerPass, Stack
+
+NEW_TOKENS = 64
+
+
+def measure_rounding(
+    loaded: LoadedModel,
+    settings: tuple[str, ...],
+    prompts: int,
+    new_tokens: int = NEW_TOKENS,
+    progress: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """By setting the mean KL (nats) and the share of positions where both would pick the same token."""
+    plain = Stack.of(loaded.model)
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    limit = plain.context_limit()
+    longest = None if limit is None else limit - new_tokens
+    ids = variety(prompts, loaded.tokenizer, vocabulary=vocabulary, longest=longest, seed=0, besides=[])
+    if not ids:
+        raise DepthDecayError("fidelity is measured on prompts that come with the package, which need a tokenizer")
+    progress("the model answers prompts")
+    texts = continue_prompts(Engine(loaded.model), ids, new_tokens, batch=8)
+    stacks = {setting: open_stack(loaded.model, quantize=setting, origin=loaded.origin) for setting in settings}
+    sums = {setting: torch.zeros(2, dtype=torch.float64) for setting in settings}
+    tokens = 0
+    for number, text in enumerate(texts, start=1):
+        progress(f"text {number} of {len(texts)}")
+        expected, targets = _logits(plain, text), torch.tensor([text.tokens])
+        tokens += len(text.tokens)
+        for setting, stack in stacks.items():
+            figures = compare(expected, _logits(stack, text), targets)
+            sums[setting] += figures[:2].sum((1, 2)).double()
+    found = {
+        setting: {"kl": float(total[0]) / tokens, "agreement": float(total[1]) / tokens}
+        for setting, total in sums.items()
+    }
+    return {
+        **{"model": loaded.shown_name, "against": str(loaded.model.dtype).removeprefix("torch.")},
+        **{"prompts": len(texts), "tokens": tokens, "settings": found},
+    }
+
+
+@torch.no_grad()
+def _logits(stack: Stack, text: Continuation) -> torch.Tensor:
+    """What is said at every place of the answer, given the text before it."""
+    ids = torch.tensor([[*text.prompt, *text.tokens[:-1]]])
+    cache = PlannedCache([ids.shape[1]] * stack.num_layers, stack.windows)
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    return stack.run(LayerPass(), ids, None, cache, positions, len(text.tokens)).float()

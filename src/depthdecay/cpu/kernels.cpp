@@ -1,0 +1,751 @@
+// One pass of a Llama-like decoder over a few tokens on CPU cores, called once a pass by stack.py.
+//
+// Decoding reads every weight once a token, so the speed is that of memory as long as nothing else takes time. Hence one
+// call for all layers, threads that stay, weights in few bits that become floats in registers only, and float32
+// everywhere else: what is computed is what a float32 model with the same (rounded) weights computes.
+//
+// Vectors are the compilers' own (GCC, Clang), 16 floats wide; a processor with narrower ones uses several registers.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+static inline void relax() { _mm_pause(); }
+#else
+static inline void relax() { std::this_thread::yield(); }
+#endif
+
+namespace {
+
+constexpr int LANES = 16;  // rows of a packed group, and floats of a vector
+constexpr int BLOCK = 32;  // weights that share a scale
+
+typedef float F __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT4 = 2, INT5 = 3, INT8 = 4 };
+
+}  // namespace
+
+// What Python passes; the same structures stand in library.py.
+extern "C" {
+
+struct Matrix {
+    const uint8_t* data;  // rows as torch has them for floats; groups of 16 rows for packed kinds (blocks.py)
+    const float* bias;
+    int64_t rows, columns;
+    int64_t kind;
+};
+
+struct Layer {
+    const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+    Matrix query, key, value, output, gate, up, down;
+    int64_t window;  // positions that attention sees; 0 for all
+};
+
+struct Map {  // in the place of a run of dropped layers, as repairs.py defines it
+    Matrix down, up, gate, lift, out;  // no neurons: gate.data is null
+};
+
+struct Model {
+    int64_t hidden, heads, key_value_heads, head_size, neurons, layers;
+    float epsilon, scale;
+    const Layer* layer;
+    const float* final_norm;
+    Matrix head;
+};
+
+struct Pass {
+    int64_t tokens, batch;
+    const int64_t *row, *column, *first;  // of each token: its text, its place in the cache, the text's first place
+    const float *cosine, *sine;           // (tokens, head_size)
+    float* state;                         // (tokens, hidden): embeddings in, states behind the last layer out
+    void* const* keys;                    // by layer: (room, batch, heads, head_size)
+    void* const* values;
+    int64_t halves;        // keys and values are bfloat16
+    const uint8_t* runs;   // by layer: 1 runs, 0 hands its input on
+    const Map* const* map;  // by layer: what runs in its place, or null
+    const int64_t* wanted;  // tokens whose logits are wanted
+    int64_t logits_wanted;
+    float* logits;  // (logits_wanted, vocabulary)
+    int64_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+template <class V>
+inline V load(const void* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline F as_float(U bits) {
+    F value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline F splat(float value) { return value - F{}; }
+
+// Halves onto halves: a loop over lanes would be one long chain of additions.
+inline float sum(F v) {
+    typedef float F8 __attribute__((vector_size(32)));
+    typedef float F4 __attribute__((vector_size(16)));
+    F8 eight[2];
+    std::memcpy(eight, &v, sizeof v);
+    eight[0] += eight[1];
+    F4 four[2];
+    std::memcpy(four, eight, sizeof four);
+    four[0] += four[1];
+    return (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
+}
+
+// e to the power of x, by the polynomial of the Cephes library: within two units of the last place.
+inline F exponential(F x) {
+    x = x < -87.0f ? splat(-87.0f) : x;
+    x = x > 88.0f ? splat(88.0f) : x;
+    F whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    F y = splat(1.9875691500e-4f);
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    I exponent = (__builtin_convertvector(whole, I) + 127) << 23;
+    F power;
+    std::memcpy(&power, &exponent, sizeof power);
+    return y * power;
+}
+
+inline F silu(F x) { return x / (1.0f + exponential(-x)); }
+
+// Half floats by integer operations, which every processor has: the exponent is moved, then multiplied into place.
+inline F halves(const uint8_t* from) {
+    U bits = __builtin_convertvector(load<Halves>(from), U);
+    F magnitude = as_float((bits & 0x7fffu) << 13) * 0x1p112f;
+    U raw;
+    std::memcpy(&raw, &magnitude, sizeof raw);
+    return as_float(raw | ((bits & 0x8000u) << 16));
+}
+
+inline float from_bfloat16(uint16_t bits) {
+    uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+inline uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to the nearest, ties to even, as torch rounds
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products: 16 rows of a matrix times T vectors. `x` and `sums` have a row a token.
+
+struct Vectors {
+    const float* x;
+    int64_t stride;
+    const float* sums;  // of each block of 32, for packed kinds
+    int64_t sums_stride;
+};
+
+constexpr int64_t bytes_of(int kind) {  // of 16 rows by 32 columns
+    return kind == INT4 ? 320 : kind == INT5 ? 352 : 544;
+}
+
+// Independent sums: one chain of additions would wait for itself.
+template <int T>
+constexpr int CHAINS = T == 1 ? 4 : T == 2 ? 2 : 1;
+
+// Bits as the top of a mantissa, such as 1 + q / 16: one and-or instead of a conversion. The 1 is taken off by the sums.
+template <int T>
+inline void block_int4(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+#pragma GCC unroll 4
+    for (int word = 0; word < 4; ++word) {
+        U packed = load<U>(data + 64 * word);
+#pragma GCC unroll 8
+        for (int place = 0; place < 8; ++place) {
+            U moved = place < 5 ? packed << (19 - 4 * place) : packed >> (4 * place - 19);
+            F weight = as_float((moved & 0x780000u) | 0x3f800000u);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][8 * word + place];
+        }
+    }
+}
+
+template <int T>
+inline void block_int5(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+    U high = load<U>(data + 256);  // the fifth bits, column k in bit k
+#pragma GCC unroll 4
+    for (int word = 0; word < 4; ++word) {
+        U packed = load<U>(data + 64 * word);
+#pragma GCC unroll 8
+        for (int place = 0; place < 8; ++place) {
+            int k = 8 * word + place;
+            U moved = place < 5 ? packed << (18 - 4 * place) : packed >> (4 * place - 18);
+            U fifth = k < 23 ? high << (22 - k) : high >> (k - 22);
+            F weight = as_float((moved & 0x3c0000u) | (fifth & 0x400000u) | 0x3f800000u);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][k];
+        }
+    }
+}
+
+template <int T>
+inline void block_int8(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+#pragma GCC unroll 8
+    for (int word = 0; word < 8; ++word) {
+        U packed = load<U>(data + 64 * word);
+#pragma GCC unroll 4
+        for (int place = 0; place < 4; ++place) {
+            U moved = place < 2 ? packed << (15 - 8 * place) : packed >> (8 * place - 15);
+            F weight = as_float((moved & 0x7f8000u) | 0x3f800000u);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][4 * word + place];
+        }
+    }
+}
+
+template <int T, int KIND>
+void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
+    const int64_t blocks = m.columns / BLOCK;
+    const uint8_t* data = m.data + group * blocks * bytes_of(KIND);
+    F total[T];
+    for (int t = 0; t < T; ++t) total[t] = F{};
+    for (int64_t block = 0; block < blocks; ++block, data += bytes_of(KIND)) {
+        const float* x[T];
+        F sums[T][CHAINS<T>];
+        for (int t = 0; t < T; ++t) {
+            x[t] = in.x + (token + t) * in.stride + block * BLOCK;
+            for (int c = 0; c < CHAINS<T>; ++c) sums[t][c] = F{};
+        }
+        __builtin_prefetch(data + 2048);
+        __builtin_prefetch(data + 2048 + 64);
+        __builtin_prefetch(data + 2048 + 128);
+        __builtin_prefetch(data + 2048 + 192);
+        __builtin_prefetch(data + 2048 + 256);
+        F scale = halves(data), offset = F{};
+        if constexpr (KIND == INT4) {
+            block_int4<T>(data + 64, x, sums);
+            scale *= 16.0f;
+            offset = halves(data + 32) - scale;
+        } else if constexpr (KIND == INT5) {
+            block_int5<T>(data + 32, x, sums);
+            scale *= 32.0f;
+            offset = scale * -1.5f;  // 1 of the mantissa's own, and 16 / 32
+        } else {
+            block_int8<T>(data + 32, x, sums);
+            scale *= 256.0f;
+            offset = scale * -1.5f;  // 1, and 128 / 256
+        }
+        for (int t = 0; t < T; ++t) {
+            F sum = sums[t][0];
+            for (int c = 1; c < CHAINS<T>; ++c) sum += sums[t][c];
+            total[t] += scale * sum;
+            total[t] += offset * in.sums[(token + t) * in.sums_stride + block];
+        }
+    }
+    for (int t = 0; t < T; ++t) out[t] = total[t];
+}
+
+// Rows of floats as torch stores them: nothing is copied, and a change of the model's weights is seen at once.
+template <int T, int KIND>
+void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
+    constexpr int ROWS = T <= 2 ? 4 : 2;
+    constexpr int ITEM = KIND == FLOAT32 ? 4 : 2;
+    float found[T][LANES];
+    for (int64_t start = 0; start < LANES; start += ROWS) {
+        const uint8_t* row[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            int64_t index = group * LANES + start + r;
+            row[r] = m.data + (index < m.rows ? index : m.rows - 1) * m.columns * ITEM;
+        }
+        F sums[ROWS][T] = {};
+        int64_t k = 0;
+        for (; k + LANES <= m.columns; k += LANES) {
+            F x[T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) x[t] = load<F>(in.x + (token + t) * in.stride + k);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                __builtin_prefetch(row[r] + ITEM * k + 1024);
+                F weight;
+                if constexpr (KIND == FLOAT32) weight = load<F>(row[r] + 4 * k);
+                else weight = as_float(__builtin_convertvector(load<Halves>(row[r] + 2 * k), U) << 16);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) sums[r][t] += weight * x[t];
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                float value = sum(sums[r][t]);
+                for (int64_t rest = k; rest < m.columns; ++rest) {
+                    float weight = KIND == FLOAT32 ? load<float>(row[r] + 4 * rest)
+                                                   : from_bfloat16(load<uint16_t>(row[r] + 2 * rest));
+                    value += weight * in.x[(token + t) * in.stride + rest];
+                }
+                found[t][start + r] = value;
+            }
+    }
+    for (int t = 0; t < T; ++t) out[t] = load<F>(found[t]);
+}
+
+template <int T>
+void group_product(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
+    switch (m.kind) {
+        case FLOAT32: float_group<T, FLOAT32>(m, group, in, token, out); break;
+        case BFLOAT16: float_group<T, BFLOAT16>(m, group, in, token, out); break;
+        case INT4: packed_group<T, INT4>(m, group, in, token, out); break;
+        case INT5: packed_group<T, INT5>(m, group, in, token, out); break;
+        default: packed_group<T, INT8>(m, group, in, token, out);
+    }
+    if (m.bias != nullptr)
+        for (int t = 0; t < T; ++t)
+            for (int64_t r = 0; r < LANES && group * LANES + r < m.rows; ++r) out[t][r] += m.bias[group * LANES + r];
+}
+
+inline int64_t groups(const Matrix& m) { return (m.rows + LANES - 1) / LANES; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Threads that stay between passes. A pass is a sequence of phases; in each, threads take pieces until none is left.
+
+class Team {
+  public:
+    // Pieces are taken, not dealt out: on a machine that others use too, threads are not equally fast.
+    template <class Work>
+    void share(int64_t pieces, Work work) {
+        const int64_t chunk = std::max<int64_t>(1, pieces / (threads_ * CHUNKS));
+        for (int64_t start; (start = next_.fetch_add(chunk, std::memory_order_relaxed)) < pieces;)
+            for (int64_t piece = start; piece < std::min(start + chunk, pieces); ++piece) work(piece);
+        wait_for_all();
+    }
+
+    template <class Job>
+    void run(int64_t threads, Job& job) {
+        forget_workers_of_a_parent();
+        threads_ = threads;
+        call_job_ = [](void* context, int64_t thread) { (*static_cast<Job*>(context))(thread); };
+        job_ = &job;
+        finished_.store(0);
+        while (workers_ < threads - 1) {
+            const int64_t thread = ++workers_;
+            const uint32_t seen = call_.load();
+            std::thread([this, thread, seen] { serve(thread, seen); }).detach();
+        }
+        call_.fetch_add(1);
+        call_.notify_all();
+        call_job_(job_, 0);
+        // Also for workers without a part in this pass: they read what the next call writes.
+        for (int64_t done; (done = finished_.load()) != workers_;) finished_.wait(done);
+    }
+
+  private:
+    static constexpr int64_t CHUNKS = 6;  // pieces that a thread takes in a phase, about
+    // Waiting awake is quickest, but a thread that lost its core to another program needs the waiting one's.
+    static constexpr int SPINS = 1000;
+
+    void serve(int64_t thread, uint32_t seen) {
+        for (;;) {
+            for (int spin = 0; call_.load() == seen && spin < SPINS; ++spin) relax();
+            call_.wait(seen);
+            ++seen;
+            if (thread < threads_) call_job_(job_, thread);
+            finished_.fetch_add(1);
+            finished_.notify_all();
+        }
+    }
+
+    void wait_for_all() {
+        const uint32_t generation = generation_.load();
+        if (arrived_.fetch_add(1) == threads_ - 1) {
+            arrived_.store(0);
+            next_.store(0);
+            generation_.fetch_add(1);
+            generation_.notify_all();
+            return;
+        }
+        for (int spin = 0; generation_.load() == generation && spin < SPINS; ++spin) relax();
+        generation_.wait(generation);
+    }
+
+    void forget_workers_of_a_parent() {
+#if defined(__unix__) || defined(__APPLE__)
+        if (process_ != getpid()) workers_ = 0;
+        process_ = getpid();
+#endif
+    }
+
+    alignas(64) std::atomic<uint32_t> call_{0};
+    alignas(64) std::atomic<int64_t> finished_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> arrived_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) int64_t threads_ = 1;
+    int64_t workers_ = 0;
+    long process_ = 0;
+    void (*call_job_)(void*, int64_t) = nullptr;
+    void* job_ = nullptr;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The pass itself. Every thread runs all of it; what is shared out ends with all threads waiting for each other.
+
+constexpr int64_t FEW = 4;  // tokens for which each thread prepares vectors for itself, sooner than wait for others
+
+struct Scratch {
+    std::vector<float> normal, sums, query, key, value, attended, middle, low, scores;
+
+    static float* at_least(std::vector<float>& buffer, int64_t size) {
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+        return buffer.data();
+    }
+};
+
+bool is_packed(const Matrix& m) { return m.kind >= INT4; }
+
+class Decoding {
+  public:
+    Decoding(const Model& model, const Pass& pass, Team& team, Scratch& scratch)
+        : model_(model), pass_(pass), team_(team), heads_size_(model.heads * model.head_size),
+          kept_size_(model.key_value_heads * model.head_size) {
+        const int64_t n = pass.tokens, threads = pass.threads;
+        const int64_t copies = n <= FEW ? threads : 1;
+        int64_t neurons = model.neurons, rank = 1, longest = 0;
+        for (int64_t layer = 0; layer < model.layers; ++layer)
+            if (const Map* map = pass.map[layer]) {
+                rank = std::max(rank, map->down.rows);
+                neurons = std::max(neurons, map->gate.rows);
+            }
+        for (int64_t token = 0; token < n; ++token) longest = std::max(longest, pass.column[token] + 1);
+        widest_ = std::max({model.hidden, heads_size_, neurons, rank}) / BLOCK + 1;
+        longest_ = (longest + LANES - 1) / LANES * LANES;
+        normal_ = Scratch::at_least(scratch.normal, copies * n * model.hidden);
+        sums_ = Scratch::at_least(scratch.sums, threads * n * widest_);
+        query_ = Scratch::at_least(scratch.query, n * heads_size_);
+        key_ = Scratch::at_least(scratch.key, n * kept_size_);
+        value_ = Scratch::at_least(scratch.value, n * kept_size_);
+        attended_ = Scratch::at_least(scratch.attended, n * heads_size_);
+        middle_ = Scratch::at_least(scratch.middle, n * neurons);
+        low_ = Scratch::at_least(scratch.low, n * rank);
+        scores_ = Scratch::at_least(scratch.scores, threads * longest_);
+    }
+
+    void operator()(int64_t thread) {
+        int64_t executed = 0;
+        for (int64_t layer = 0; layer < model_.layers; ++layer) {
+            if (pass_.runs[layer]) {
+                attend(thread, layer);
+                think(thread, model_.layer[layer]);
+                ++executed;
+            } else if (pass_.map[layer] != nullptr) {
+                repair(thread, *pass_.map[layer]);
+            }
+        }
+        if (thread == 0) executed_ = executed;
+        say(thread);
+    }
+
+    int64_t executed() const { return executed_; }
+
+  private:
+    void attend(int64_t thread, int64_t index) {
+        const Layer& layer = model_.layer[index];
+        const int64_t n = pass_.tokens, size = model_.head_size;
+        const bool sums_too = is_packed(layer.query) || is_packed(layer.key) || is_packed(layer.value);
+        Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too);
+        const Matrix* const matrices[3] = {&layer.query, &layer.key, &layer.value};
+        float* const results[3] = {query_, key_, value_};
+        products<3>(matrices, x, n, [&](int which, int64_t token, int64_t row, int64_t count, const F& values) {
+            std::memcpy(results[which] + token * matrices[which]->rows + row, &values, count * sizeof(float));
+        });
+        team_.share(n * (model_.heads + model_.key_value_heads), [&](int64_t piece) {
+            const int64_t token = piece / (model_.heads + model_.key_value_heads);
+            const int64_t head = piece % (model_.heads + model_.key_value_heads);
+            if (head < model_.heads) {
+                turn(query_ + token * heads_size_ + head * size, layer.query_norm, token);
+            } else {
+                const int64_t place = token * kept_size_ + (head - model_.heads) * size;
+                turn(key_ + place, layer.key_norm, token);
+                const int64_t slot =
+                    ((pass_.column[token] * pass_.batch + pass_.row[token]) * model_.key_value_heads + head -
+                     model_.heads) * size;
+                keep(pass_.keys[index], slot, key_ + place);
+                keep(pass_.values[index], slot, value_ + place);
+            }
+        });
+        team_.share(n * model_.heads, [&](int64_t piece) {
+            if (pass_.halves) look<uint16_t>(thread, index, piece / model_.heads, piece % model_.heads);
+            else look<float>(thread, index, piece / model_.heads, piece % model_.heads);
+        });
+        add_product(thread, layer.output, attended_, heads_size_);
+    }
+
+    void think(int64_t thread, const Layer& layer) {
+        const bool sums_too = is_packed(layer.gate) || is_packed(layer.up);
+        Vectors x = normalised(thread, layer.mlp_norm, model_.epsilon, sums_too);
+        gate(layer.gate, layer.up, x);
+        add_product(thread, layer.down, middle_, layer.gate.rows);
+    }
+
+    void repair(int64_t thread, const Map& map) {
+        Vectors x = normalised(thread, nullptr, 1e-6f, is_packed(map.down) || is_packed(map.gate));
+        const Matrix* const down[1] = {&map.down};
+        products<1>(down, x, pass_.tokens, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            std::memcpy(low_ + token * map.down.rows + row, &values, count * sizeof(float));
+        });
+        if (map.gate.data != nullptr) gate(map.gate, map.lift, x);
+        add_product(thread, map.up, low_, map.down.rows);
+        if (map.gate.data != nullptr) add_product(thread, map.out, middle_, map.gate.rows);
+    }
+
+    void say(int64_t thread) {
+        const int64_t n = pass_.logits_wanted;
+        if (n == 0) return;
+        Vectors x = normalised(thread, model_.final_norm, model_.epsilon, is_packed(model_.head), pass_.wanted, n);
+        const Matrix* const head[1] = {&model_.head};
+        products<1>(head, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            std::memcpy(pass_.logits + token * model_.head.rows + row, &values, count * sizeof(float));
+        });
+    }
+
+    // States divided by the root of their mean square, times the norm's weight.
+    Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too,
+                       const int64_t* chosen = nullptr, int64_t count = -1) {
+        const int64_t n = chosen == nullptr ? pass_.tokens : count, hidden = model_.hidden;
+        const bool alone = n <= FEW;
+        float* normal = normal_ + (alone ? thread * n * hidden : 0);
+        float* sums = sums_ + (alone ? thread * n * widest_ : 0);
+        auto one = [&](int64_t token) {
+            const float* state = pass_.state + (chosen == nullptr ? token : chosen[token]) * hidden;
+            float* to = normal + token * hidden;
+            F squares[2] = {F{}, F{}};
+            int64_t k = 0;
+            for (; k + 2 * LANES <= hidden; k += 2 * LANES)
+                for (int half = 0; half < 2; ++half) {
+                    F x = load<F>(state + k + half * LANES);
+                    squares[half] += x * x;
+                }
+            float total = sum(squares[0] + squares[1]);
+            for (; k < hidden; ++k) total += state[k] * state[k];
+            const float scale = 1.0f / std::sqrt(total / hidden + epsilon);
+            if (weight == nullptr)
+                for (int64_t i = 0; i < hidden; ++i) to[i] = state[i] * scale;
+            else
+                for (int64_t i = 0; i < hidden; ++i) to[i] = weight[i] * (state[i] * scale);
+            if (sums_too) add_up(to, hidden, sums + token * widest_);
+        };
+        if (alone)
+            for (int64_t token = 0; token < n; ++token) one(token);
+        else
+            team_.share(n, one);
+        return {normal, hidden, sums, widest_};
+    }
+
+    Vectors as_they_are(int64_t thread, const float* x, int64_t stride, bool sums_too) {
+        const int64_t n = pass_.tokens;
+        const bool alone = n <= FEW;
+        float* sums = sums_ + (alone ? thread * n * widest_ : 0);
+        auto one = [&](int64_t token) { add_up(x + token * stride, stride, sums + token * widest_); };
+        if (sums_too && alone)
+            for (int64_t token = 0; token < n; ++token) one(token);
+        else if (sums_too)
+            team_.share(n, one);
+        return {x, stride, sums, widest_};
+    }
+
+    static void add_up(const float* x, int64_t columns, float* sums) {
+        for (int64_t block = 0; block < columns / BLOCK; ++block)
+            sums[block] = sum(load<F>(x + block * BLOCK) + load<F>(x + block * BLOCK + LANES));
+    }
+
+    // Several matrices times the same vectors, as one phase.
+    template <int COUNT, class Store>
+    void products(const Matrix* const (&matrices)[COUNT], const Vectors& x, int64_t tokens, Store store) {
+        int64_t pieces = 0;
+        for (const Matrix* matrix : matrices) pieces += groups(*matrix);
+        team_.share(pieces, [&](int64_t piece) {
+            int which = 0;
+            while (piece >= groups(*matrices[which])) piece -= groups(*matrices[which++]);
+            const Matrix& matrix = *matrices[which];
+            const int64_t row = piece * LANES, count = std::min<int64_t>(LANES, matrix.rows - row);
+            in_tiles(tokens, [&](int64_t token, auto tile) {
+                F out[tile.size];
+                group_product<tile.size>(matrix, piece, x, token, out);
+                for (int t = 0; t < tile.size; ++t) store(which, token + t, row, count, out[t]);
+            });
+        });
+    }
+
+    void add_product(int64_t thread, const Matrix& matrix, const float* from, int64_t stride) {
+        Vectors x = as_they_are(thread, from, stride, is_packed(matrix));
+        const Matrix* const one[1] = {&matrix};
+        products<1>(one, x, pass_.tokens, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            float* to = pass_.state + token * model_.hidden + row;
+            for (int64_t i = 0; i < count; ++i) to[i] += values[i];
+        });
+    }
+
+    void gate(const Matrix& gates, const Matrix& lifts, const Vectors& x) {
+        team_.share(groups(gates), [&](int64_t piece) {
+            const int64_t row = piece * LANES, count = std::min<int64_t>(LANES, gates.rows - row);
+            in_tiles(pass_.tokens, [&](int64_t token, auto tile) {
+                F open[tile.size], lifted[tile.size];
+                group_product<tile.size>(gates, piece, x, token, open);
+                group_product<tile.size>(lifts, piece, x, token, lifted);
+                for (int t = 0; t < tile.size; ++t) {
+                    F values = silu(open[t]) * lifted[t];
+                    std::memcpy(middle_ + (token + t) * gates.rows + row, &values, count * sizeof(float));
+                }
+            });
+        });
+    }
+
+    template <int N>
+    struct Tile {
+        static constexpr int size = N;
+    };
+
+    template <class Work>
+    static void in_tiles(int64_t tokens, Work work) {
+        int64_t token = 0;
+        for (; tokens - token >= 8; token += 8) work(token, Tile<8>{});
+        for (; tokens - token >= 4; token += 4) work(token, Tile<4>{});
+        for (; tokens - token >= 2; token += 2) work(token, Tile<2>{});
+        for (; token < tokens; ++token) work(token, Tile<1>{});
+    }
+
+    // Norm (where the model has one) and rotary embedding of one head.
+    void turn(float* head, const float* norm, int64_t token) {
+        const int64_t size = model_.head_size, half = size / 2;
+        if (norm != nullptr) {
+            float total = 0;
+            for (int64_t i = 0; i < size; ++i) total += head[i] * head[i];
+            const float scale = 1.0f / std::sqrt(total / size + model_.epsilon);
+            for (int64_t i = 0; i < size; ++i) head[i] = norm[i] * (head[i] * scale);
+        }
+        const float *cosine = pass_.cosine + token * size, *sine = pass_.sine + token * size;
+        for (int64_t i = 0; i < half; ++i) {
+            const float low = head[i], high = head[i + half];
+            head[i] = low * cosine[i] - high * sine[i];
+            head[i + half] = high * cosine[i + half] + low * sine[i + half];
+        }
+    }
+
+    void keep(void* cache, int64_t slot, const float* from) {
+        for (int64_t i = 0; i < model_.head_size; ++i)
+            if (pass_.halves) static_cast<uint16_t*>(cache)[slot + i] = to_bfloat16(from[i]);
+            else static_cast<float*>(cache)[slot + i] = from[i];
+    }
+
+    static F wide(const float* from) { return load<F>(from); }
+    static F wide(const uint16_t* from) { return as_float(__builtin_convertvector(load<Halves>(from), U) << 16); }
+    static float single(float value) { return value; }
+    static float single(uint16_t value) { return from_bfloat16(value); }
+
+    // Attention of one head of one token, over what its layer sees and nothing else.
+    template <class Kept>
+    void look(int64_t thread, int64_t index, int64_t token, int64_t head) {
+        const int64_t size = model_.head_size, whole = size / LANES * LANES;
+        const int64_t last = pass_.column[token], window = model_.layer[index].window;
+        const int64_t first = std::max(pass_.first[token], window > 0 ? last - window + 1 : 0);
+        const int64_t shared = head / (model_.heads / model_.key_value_heads);
+        const int64_t stride = pass_.batch * model_.key_value_heads * size;
+        const int64_t start = (pass_.row[token] * model_.key_value_heads + shared) * size;
+        const Kept* keys = static_cast<const Kept*>(pass_.keys[index]) + start;
+        const Kept* values = static_cast<const Kept*>(pass_.values[index]) + start;
+        const float* query = query_ + token * heads_size_ + head * size;
+        float* scores = scores_ + thread * longest_;
+        const int64_t count = last - first + 1, padded = (count + LANES - 1) / LANES * LANES;
+        for (int64_t c = 0; c < count; ++c) {
+            const Kept* key = keys + (first + c) * stride;
+            F products = F{};
+            for (int64_t i = 0; i < whole; i += LANES) products += load<F>(query + i) * wide(key + i);
+            float score = sum(products);
+            for (int64_t i = whole; i < size; ++i) score += query[i] * single(key[i]);
+            scores[c] = score * model_.scale;
+        }
+        for (int64_t c = count; c < padded; ++c) scores[c] = -1e30f;
+        float highest = scores[0];
+        for (int64_t c = 1; c < count; ++c) highest = std::max(highest, scores[c]);
+        F total = F{};
+        for (int64_t c = 0; c < padded; c += LANES) {
+            F weights = exponential(load<F>(scores + c) - highest);  // of the padding 1e-38
+            total += weights;
+            std::memcpy(scores + c, &weights, sizeof weights);
+        }
+        const float share = 1.0f / sum(total);
+        float* out = attended_ + token * heads_size_ + head * size;
+        int64_t i = 0;
+        for (; i + 4 * LANES <= size; i += 4 * LANES) mix<4>(values + i, first, count, stride, scores, share, out + i);
+        for (; i + LANES <= size; i += LANES) mix<1>(values + i, first, count, stride, scores, share, out + i);
+        for (; i < size; ++i) {
+            float mixed = 0;
+            for (int64_t c = 0; c < count; ++c) mixed += scores[c] * single(values[(first + c) * stride + i]);
+            out[i] = mixed * share;
+        }
+    }
+
+    template <int WIDTH, class Kept>
+    static void mix(const Kept* values, int64_t first, int64_t count, int64_t stride, const float* scores, float share,
+                    float* out) {
+        F mixed[WIDTH];
+        for (int w = 0; w < WIDTH; ++w) mixed[w] = F{};
+        for (int64_t c = 0; c < count; ++c)
+            for (int w = 0; w < WIDTH; ++w) mixed[w] += wide(values + (first + c) * stride + w * LANES) * scores[c];
+        for (int w = 0; w < WIDTH; ++w) {
+            mixed[w] *= share;
+            std::memcpy(out + w * LANES, &mixed[w], sizeof mixed[w]);
+        }
+    }
+
+    const Model& model_;
+    const Pass& pass_;
+    Team& team_;
+    const int64_t heads_size_, kept_size_;
+    int64_t widest_, longest_, executed_ = 0;
+    float *normal_, *sums_, *query_, *key_, *value_, *attended_, *middle_, *low_, *scores_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Returns how many layers ran.
+int64_t depthdecay_pass(const Model* model, const Pass* pass) {
+    // Never destroyed: workers still wait on the team when the process ends.
+    static std::mutex& alone = *new std::mutex;
+    static Team& team = *new Team;
+    static Scratch& scratch = *new Scratch;
+    std::lock_guard<std::mutex> lock(alone);
+    Decoding decoding(*model, *pass, team, scratch);
+    team.run(pass->threads, decoding);
+    return decoding.executed();
+}
+
+// Checked when the library is loaded: structures that Python sees otherwise would be read as garbage.
+int64_t depthdecay_sizes() { return sizeof(Model) * 1000000 + sizeof(Layer) * 1000 + sizeof(Pass); }
+
+}  // extern "C"

@@ -1,0 +1,1 @@
+"""The OpenAI API over continuous batching; needs the [serve] extra."""

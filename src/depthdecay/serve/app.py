@@ -1,0 +1,335 @@
+"""The routes: OpenAI's API, health, metrics, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import logging
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from .. import __version__
+from ..request import prepare_request
+from .answers import Account, Answer, as_api_error
+from .depths import Depths
+from .guards import Guard
+from .metrics import Metrics
+from .problems import ApiError, json_response
+from .schema import Asked, ChatRequest, CompletionRequest
+from .worker import Ticket, Worker
+
+logger = logging.getLogger("depthdecay.serve")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What an operator decides about the web's side."""
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = 2**20
+    cors_origins: tuple[str, ...] = ()
+
+
+def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
+    """The app owns the worker: it starts and ends with it."""
+    service = Service(worker, settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await run_in_threadpool(worker.stop)
+
+    app = FastAPI(title="depthdecay", version=__version__, lifespan=lifespan, redoc_url=None, responses=_ERRORS)
+    app.state.service = service
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await service.answer("text", asked, request)
+
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        return await service.answer("chat", asked, request)
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [service.model_card()]})
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        service.require_model(name)
+        return json_response(service.model_card())
+
+    @app.get("/health", tags=["operation"])
+    async def health() -> Response:
+        ready = worker.state == "ready"
+        return json_response({"status": worker.state}, 200 if ready else 503)
+
+    @app.get("/metrics", tags=["operation"])
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        html, policy = _page()
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
+
+    app.add_middleware(
+        Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes, seen=service.saw_request
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+class Service:
+    """One model behind the routes."""
+
+    def __init__(self, worker: Worker, settings: ServeSettings) -> None:
+        self.worker = worker
+        self.engine = worker.batcher.engine
+        self.settings = settings
+        self.depths = Depths(self.engine)
+        self.metrics = Metrics(worker)
+        worker.on_step = self.metrics.step
+        self.created = int(time.time())
+        self.most_speedup = self.depths.most_speedup()
+        self._tokenizing = threading.Lock()  # fast tokenizers do not like to be asked by two threads
+
+    def saw_request(self, path: str, status: int) -> None:
+        self.metrics.requests.labels(path, str(status)).inc()
+
+    def model_card(self) -> dict[str, Any]:
+        about = {
+            "num_layers": self.engine.stack.num_layers,
+            "default_mode": self.engine.step_mode,
+            "max_speedup": self.most_speedup,
+            "max_tokens": self.worker.batcher.max_positions,
+            "chat": bool(getattr(self.engine.tokenizer, "chat_template", None)),
+        }
+        name = self.settings.model_name
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "depthdecay", "depth_decay": about}
+
+    def require_model(self, name: str | None) -> None:
+        if name not in (None, self.settings.model_name):
+            message = f"the model {name!r} is not served here; {self.settings.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def answer(self, kind: str, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
+        account = Account()
+        self.require_model(asked.model)
+        ticket, mode = await self._submit(asked)
+        log = request.state.log
+        log.update(mode=mode, prompt_tokens=_prompt_tokens(asked, ticket), sequences=len(ticket.ids))
+        answer = Answer(
+            kind=kind,
+            id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}",
+            model=self.settings.model_name,
+            mode=mode,
+            num_layers=self.engine.stack.num_layers,
+            tell_depths=asked.depth_decay.depths,
+            tokenizer=self.engine.tokenizer,
+            ticket=ticket,
+            prompt_tokens=log["prompt_tokens"],
+            account=account,
+            include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        )
+        if asked.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return EventStream(answer.events(self._told), lambda: self._finished(answer, log), headers)
+        return json_response(await self._collected(answer, request, log))
+
+    async def _submit(self, asked: CompletionRequest | ChatRequest) -> tuple[Ticket, str]:
+        try:
+            prepared, mode, plan = await run_in_threadpool(self._prepare, asked)
+            return await self.worker.submit(prepared, plan, mode, _logprobs(asked)), mode
+        except Exception as error:
+            raise self._told(error) from error
+
+    def _prepare(self, asked: CompletionRequest | ChatRequest) -> Any:
+        limit = max_tokens(asked)
+        mode, plan = self.depths.resolve(asked.depth_decay, limit)
+        prompts: list[Any]
+        if isinstance(asked, ChatRequest):
+            prompts = [[message.plain() for message in asked.messages]] * asked.n
+        else:
+            prompts = [prompt for prompt in asked.prompts() for _ in range(asked.n)]
+        settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
+        settings |= {"stop": asked.stop, "chat": False}
+        with self._tokenizing:
+            prepared = prepare_request(self.engine, prompts, limit, settings)
+        # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
+        longest, most = max(map(len, prepared.prompts)), self.worker.batcher.max_positions
+        if longest >= most:
+            raise ApiError(
+                400,
+                f"the prompt has {longest} tokens, but texts here have at most {most}, answer included",
+                code="context_length_exceeded",
+            )
+        prepared.max_new_tokens = min(prepared.max_new_tokens, most - longest)
+        return prepared, mode, plan
+
+    async def _collected(self, answer: Answer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer, unless the client hangs up first."""
+        collecting = asyncio.ensure_future(answer.collect())
+        watching = asyncio.ensure_future(_hung_up(request))
+        try:
+            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                raise ApiError(499, "the client went away", code="hung_up")
+            return collecting.result()
+        except Exception as error:
+            raise self._told(error) from error
+        finally:
+            collecting.cancel()
+            watching.cancel()
+            self._finished(answer, log)
+
+    def _finished(self, answer: Answer, log: dict[str, Any]) -> None:
+        """However it ended: nothing of it stays in the batch."""
+        self.worker.cancel(answer.ticket)
+        account = answer.account
+        self.metrics.answered(account)
+        whole = all(choice.result is not None for choice in answer.choices.values())
+        if not whole:
+            self.metrics.broken_off.inc()
+        depth = answer.depth_account(with_depths=False)
+        log.update(whole=whole, tokens=account.tokens, layer_speedup=round(depth["layer_speedup"], 3))
+        if account.first_token is not None:
+            log["first_token_seconds"] = round(account.first_token - account.started, 4)
+
+    def _told(self, error: Exception) -> ApiError:
+        told = as_api_error(error)
+        if told.status == 500:
+            logger.error("request failed", exc_info=error)
+        return told
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that end what they stand for, also where the client is gone before the first of them."""
+
+    def __init__(self, events: AsyncIterator[str], finished: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.finished = finished
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.finished()
+
+
+def max_tokens(asked: CompletionRequest | ChatRequest) -> int | None:
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
+        return asked.max_completion_tokens
+    return asked.max_tokens
+
+
+def _logprobs(asked: CompletionRequest | ChatRequest) -> int | None:
+    if isinstance(asked, ChatRequest):
+        return (asked.top_logprobs or 0) if asked.logprobs else None
+    return asked.logprobs
+
+
+def _prompt_tokens(asked: Asked, ticket: Ticket) -> int:
+    """A prompt that is answered n times is read n times, but counts once, as OpenAI counts."""
+    return sum(map(len, ticket.request.prompts)) // asked.n
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong, by name."""
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()[0]
+    places = [
+        str(place) for place in found["loc"][1:] if not str(place).startswith(("function", "list[", "constrained"))
+    ]
+    param = ".".join(places) or None
+    kind = found["type"]
+    if kind == "extra_forbidden":
+        message, code = f"the parameter '{param}' is not supported", "unsupported_parameter"
+    elif kind == "json_invalid":
+        message, code, param = "the body is not valid JSON", "invalid_json", None
+    else:
+        said = str(found["msg"]).removeprefix("Value error, ")
+        message, code = (f"{param}: {said}" if param else said), "invalid_value"
+    return ApiError(400, message, param=param, code=code).response()
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status_code)
+    return ApiError(error.status_code, str(error.detail), code=code).response()
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    logger.error("request failed", exc_info=error)
+    return as_api_error(error).response()
+
+
+_PROBLEM = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error, in OpenAI's format", "content": {"application/json": {"schema": _PROBLEM}}}
+}
+
+
+@functools.cache
+def _page() -> tuple[str, str]:
+    """The page and a policy that lets it run its own script and style, talk to this server, and do nothing else."""
+    html = (files("depthdecay.serve") / "page.html").read_text(encoding="utf-8")
+    parts = {
+        tag: base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+        for tag in ("script", "style")
+        for found in re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    }
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{parts['script']}'; style-src 'sha256-{parts['style']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy

@@ -1,0 +1,73 @@
+"""Counters for Prometheus, in a registry of the app's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ..batching import Batcher, Update
+from .answers import Account
+from .worker import Worker
+
+_TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """What an operator watches. Layers are those of decoding passes, counted where they ran."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"depthdecay_{name}", about, labels, registry=registry)
+
+        def gauge(name: str, about: str, read: Any) -> None:
+            Gauge(f"depthdecay_{name}", about, registry=registry).set_function(read)
+
+        self.requests = counter("requests", "Requests by path and status.", "path", "status")
+        self.broken_off = counter(
+            "broken_off", "Answers that ended before they were whole: hang-ups, timeouts, errors."
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
+        self.tokens = counter("tokens", "Tokens generated.")
+        self.layers_executed = counter("layers_executed", "Layers times rows that decoding passes ran.")
+        self.layers_saved = counter("layers_saved", "Layers times rows that full depth would have run more.")
+        self.row_errors = counter("row_errors", "Rows whose pass failed.")
+        self.to_first = Histogram(
+            "depthdecay_time_to_first_token_seconds", "From request to token 0.", buckets=_TO_FIRST, registry=registry
+        )
+        self.per_token = Histogram(
+            "depthdecay_time_per_output_token_seconds",
+            "Between tokens, mean of an answer.",
+            buckets=_PER_TOKEN,
+            registry=registry,
+        )
+        batcher = worker.batcher
+        gauge("requests_waiting", "Sequences that have no place in the batch yet.", lambda: worker.waiting)
+        gauge("rows_running", "Sequences in the batch.", lambda: len(batcher.rows))
+        gauge("ready", "1 when requests are taken.", lambda: float(worker.state == "ready"))
+        gauge("cache_bytes_used", "Keys and values held.", lambda: batcher.usage().used)
+        gauge("cache_bytes_free", "Keys and values not held.", lambda: batcher.usage().free)
+        gauge("cache_bytes_saved", "What full depth would hold more now.", lambda: batcher.usage().saved)
+        self._seen = [0, 0, 0, 0, 0]
+
+    def step(self, batcher: Batcher, updates: list[Update]) -> None:
+        """Behind every step, in the worker's thread."""
+        now = batcher.counters
+        values = [now.prompt_tokens, now.tokens, now.layers_executed, now.layers_full - now.layers_executed, now.errors]
+        counters = (self.prompt_tokens, self.tokens, self.layers_executed, self.layers_saved, self.row_errors)
+        for counter, value, before in zip(counters, values, self._seen, strict=True):
+            counter.inc(value - before)
+        self._seen = values
+
+    def answered(self, account: Account) -> None:
+        if account.first_token is None or account.last_token is None:
+            return
+        self.to_first.observe(account.first_token - account.started)
+        if account.tokens > 1:
+            self.per_token.observe((account.last_token - account.first_token) / (account.tokens - 1))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,53 @@
+"""What goes wrong, in the format that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi.responses import Response
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {"message": self.message, "type": kind_of(self.status), "param": self.param, "code": self.code}
+        }
+
+    def response(self) -> Response:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return json_response(self.body(), self.status, headers)
+
+
+def kind_of(status: int) -> str:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def dumps(content: Any) -> str:
+    """JSON in plain ASCII: half a character, as a request may hold one, can then be told back without harm."""
+    return json.dumps(content, separators=(",", ":"))
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(content), status, headers, media_type="application/json")

@@ -1,0 +1,112 @@
+"""What a request may say. What is not here is refused by name, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MOST_CHOICES = 16
+MOST_TOP_LOGPROBS = 20
+MOST_STOPS = 4
+_SEED = 2**63
+
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Model(BaseModel):
+    # Strict: "5" is no number and true is no 1. Infinite numbers mean nothing here.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DepthDecay(Model):
+    """How deep the answer's tokens go; what is left out is as the server was started."""
+
+    mode: Literal["full", "decay", "lossless"] | None = Field(
+        None, description="lossless gives full depth's answer, and in a batch runs at full depth."
+    )
+    alpha: float | None = Field(None, gt=0, le=1, description="Token i runs floor(L·alpha^i) layers.")
+    speedup: float | None = Field(None, ge=1, le=1000, description="Layers at full depth over layers executed.")
+    over_tokens: int | None = Field(None, ge=1, le=2**20, description="Tokens over which speedup is the average.")
+    depths: bool = Field(False, description="Tell the depth of every token.")
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> DepthDecay:
+        if self.alpha is not None and self.speedup is not None:
+            raise ValueError("alpha and speedup were given together; each decides the depth, so use one")
+        if self.over_tokens is not None and self.speedup is None:
+            raise ValueError("over_tokens says what speedup is averaged over, and was given without it")
+        if self.mode in ("full", "lossless") and (self.alpha is not None or self.speedup is not None):
+            raise ValueError(f"mode {self.mode} runs every layer; alpha and speedup are for mode decay")
+        return self
+
+
+class StreamOptions(Model):
+    include_usage: bool = False
+
+
+class Asked(Model):
+    """What both kinds of completion have in common."""
+
+    model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-_SEED, lt=_SEED)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    depth_decay: DepthDecay = DepthDecay.model_validate({})
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options was given without stream")
+        return self
+
+
+class CompletionRequest(Asked):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=128)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(Model):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Model):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+    def plain(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _said_once(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are two names of one setting; use one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs was given without logprobs")
+        return self

@@ -1,0 +1,370 @@
+"""Continuous batching: whatever else is in the batch, a request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, PROMPTS, VOCABULARY, tiny_model
+
+from depthdecay import DepthDecayError, Engine, Plan
+from depthdecay.batching import Batcher, BatchSettings, Update
+from depthdecay.batching.blocks import BLOCK, Blocks, Shape, Store
+from depthdecay.cli.options import DEFAULT_PLAN
+from depthdecay.ladder import runs_of
+from depthdecay.models import load
+from depthdecay.repairs import Repair, Repairs
+from depthdecay.request import PLAIN_GREEDY, prepare_request
+
+SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
+
+
+def random_repairs(plan: Plan, hidden: int = 32) -> Repairs:
+    """Maps that change the text, one for each run of every depth, so that a row with another's map would be noticed."""
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    depths = range(plan.ladder.min_layers, plan.num_layers)
+    return Repairs(
+        {
+            depth: tuple(
+                Repair(start, end, drawn(4, hidden), drawn(hidden, 4), drawn(hidden))
+                for start, end in runs_of(plan.dropped(depth))
+            )
+            for depth in depths
+        }
+    )
+
+
+def submit(
+    batcher: Batcher, prompt: list[int], tokens: int, plan: Plan | None = None, mode: str = "full", **settings: Any
+) -> int:
+    logprobs = settings.pop("logprobs", None)
+    request = prepare_request(batcher.engine, [prompt], tokens, settings)
+    (number,) = batcher.submit(request, plan, mode, logprobs=logprobs)
+    return number
+
+
+def run_dry(batcher: Batcher) -> Iterator[Update]:
+    while not batcher.is_idle:
+        yield from batcher.step()
+
+
+def assert_nothing_left(batcher: Batcher) -> None:
+    blocks = batcher.blocks
+    assert not batcher.rows
+    assert not batcher.waiting
+    assert batcher.usage().used == 0
+    assert batcher.usage().promised == 0
+    assert sorted(blocks.free_slots) == list(range(batcher.settings.max_batch))
+    assert not blocks.table.any()
+    for store in blocks.stores:
+        assert sorted(store.free) == list(range(1, store.blocks + 1))
+
+
+def random_asks(generator: random.Random, count: int) -> list[dict[str, Any]]:
+    asks = []
+    for number in range(count):
+        mode = generator.choice(["full", "decay", "decay", "lossless"])
+        settings: dict[str, Any] = {}
+        if generator.random() < 0.5:
+            settings = {"temperature": generator.choice([0.8, 1.3]), "seed": number}
+            if generator.random() < 0.5:
+                settings["top_p"] = 0.9
+        if generator.random() < 0.2:
+            settings["repetition_penalty"] = 1.3
+        asks.append(
+            {
+                "prompt": [generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(1, 25))],
+                "tokens": generator.randrange(1, 30),
+                "plan": Plan.decay(LAYERS, generator.choice(["0.9", "0.95", "0.8"])) if mode == "decay" else None,
+                "mode": mode,
+                **settings,
+            }
+        )
+    return asks
+
+
+def alone(model: Any, ask: dict[str, Any], repairs: Repairs | None) -> list[tuple[int, int]]:
+    settings = {name: value for name, value in ask.items() if name not in ("prompt", "tokens", "plan", "mode")}
+    plan = ask["plan"]
+    engine = Engine(model, None, plan, repairs=repairs if plan is not None else None)
+    mode = "decay" if ask["mode"] == "decay" else "full"
+    result = engine.generate([ask["prompt"]], ask["tokens"], mode=mode, **settings)[0]
+    return list(zip(result.token_ids, result.depths, strict=True))
+
+
+def check_random_arrivals(
+    model: Any, seed: int, repairs: Repairs | None = None, settings: BatchSettings = SMALL
+) -> None:
+    """Requests come at random steps, some are given up on the way; the others get what they get alone."""
+    generator = random.Random(seed)
+    plan = Plan.decay(LAYERS, "0.9")
+    batcher = Batcher(Engine(model, None, plan, repairs=repairs), settings)
+    coming = random_asks(generator, 12)
+    asked: dict[int, dict[str, Any]] = {}
+    got: dict[int, list[tuple[int | None, int]]] = {}
+    ended: set[int] = set()
+    cancelled: set[int] = set()
+    while coming or not batcher.is_idle:
+        if coming and generator.random() < 0.4:
+            ask = coming.pop()
+            number = submit(batcher, **ask)
+            asked[number], got[number] = ask, []
+        open_ones = sorted(asked.keys() - ended - cancelled)
+        if open_ones and generator.random() < 0.05:
+            number = generator.choice(open_ones)
+            assert batcher.cancel(number)
+            cancelled.add(number)
+        for update in batcher.step():
+            assert update.error is None
+            assert update.id not in cancelled
+            got[update.id].append((update.token, update.depth))
+            if update.result is not None:
+                assert update.finished
+                assert update.result.layers_executed == sum(update.result.depths)
+                ended.add(update.id)
+        usage = batcher.usage()
+        assert usage.used <= usage.promised <= usage.total
+    assert_nothing_left(batcher)
+    assert ended | cancelled == asked.keys()
+    for number in asked:
+        expected = alone(model, asked[number], repairs)
+        assert got[number] == (expected[: len(got[number])] if number in cancelled else expected)
+
+
+def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
+    check_random_arrivals(tiny_model(architecture), seed=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_one_depth_share_their_own_repairs(seed: int) -> None:
+    check_random_arrivals(tiny_model(), seed, random_repairs(Plan.decay(LAYERS, "0.9")))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_little_room_makes_requests_wait_and_changes_no_token(seed: int) -> None:
+    model = tiny_model()
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    check_random_arrivals(model, seed, settings=BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block))
+
+
+def test_layers_are_counted_where_they_run_and_idle_ones_do_not_run() -> None:
+    plan = Plan.decay(LAYERS, "0.8")
+    batcher = Batcher(Engine(tiny_model(), None, plan), SMALL)
+    for prompt in PROMPTS:
+        submit(batcher, prompt, 12, plan, "decay")
+    results = [update.result for update in run_dry(batcher) if update.result is not None]
+    decoded = sum(sum(result.depths[1:]) for result in results)
+    assert batcher.counters.layers_executed == decoded == 3 * sum(plan.depths(12)[1:])
+    # Of rows that started within a step or two, most layers are shared; a layer that nobody needs is not run.
+    assert batcher.counters.layer_passes < LAYERS * batcher.counters.steps
+
+
+def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    batcher = Batcher(Engine(model, None), SMALL)
+    good = [submit(batcher, prompt, 9) for prompt in PROMPTS]
+    poison = 96
+    bad = submit(batcher, [5, poison], 9)
+    forward = model.get_input_embeddings().forward
+
+    def failing(ids: torch.Tensor) -> torch.Tensor:
+        if (ids == poison).any():
+            raise RuntimeError("poisoned")
+        return forward(ids)
+
+    monkeypatch.setattr(model.get_input_embeddings(), "forward", failing)
+    updates = list(run_dry(batcher))
+    monkeypatch.undo()
+    assert [update.id for update in updates if update.error is not None] == [bad]
+    expected = Engine(model, None).generate(PROMPTS, 9, mode="full")
+    for number, solo in zip(good, expected, strict=True):
+        assert [update.token for update in updates if update.id == number] == solo.token_ids
+    assert_nothing_left(batcher)
+
+
+def test_a_request_that_does_not_fit_waits_and_one_that_never_will_is_refused() -> None:
+    engine = Engine(tiny_model(), None)
+    whole = Batcher(engine, SMALL).blocks
+    a_block = sum(whole.store(layer).shape.block_bytes for layer in range(LAYERS))
+    batcher = Batcher(engine, BatchSettings(max_batch=4, cache_bytes=3 * a_block, cohort_seconds=0))
+    first, second = submit(batcher, [7] * 20, 10), submit(batcher, [8] * 20, 10)  # two blocks a layer each
+    batcher.step()
+    assert [row.id for row in batcher.rows] == [first]
+    ends = [update.id for update in run_dry(batcher) if update.finished]
+    assert ends == [first, second]
+    with pytest.raises(DepthDecayError, match="more keys and values"):
+        submit(batcher, [7] * 20, 40)
+    with pytest.raises(DepthDecayError, match="at most 64"):
+        submit(Batcher(engine, BatchSettings(max_positions=64)), [7] * 20, 100)
+    assert_nothing_left(batcher)
+
+
+def test_a_decaying_row_promises_less_and_frees_layers_on_the_way() -> None:
+    plan = Plan.decay(LAYERS, "0.9")
+    batcher = Batcher(Engine(tiny_model(), None, plan), SMALL)
+    submit(batcher, [9] * 5, 60, plan, "decay")
+    full_need = batcher.blocks.need(Plan.full(LAYERS), 5, 60)
+    assert batcher.waiting[0].needs[0] < full_need[0]
+    saved = []
+    while not batcher.is_idle:
+        batcher.step()
+        usage = batcher.usage()
+        assert usage.used <= usage.promised or batcher.is_idle
+        if batcher.rows:
+            (row,) = batcher.rows
+            held = {layer for layer in range(LAYERS) if batcher.blocks.held[layer][row.slot]}
+            assert held <= set(plan.layers(row.depth))
+            saved.append(usage.saved)
+    assert saved[-1] > 0
+    assert_nothing_left(batcher)
+
+
+def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
+    shapes = [
+        Shape((2, 8), (2, 8), torch.float32, torch.device("cpu")),
+        Shape((1, 8), (1, 8), torch.float32, torch.device("cpu")),
+    ]
+    a_position = sum(shape.block_bytes for shape in shapes)
+    blocks = Blocks(shapes, slots=2, positions=64, cache_bytes=8 * a_position)
+    assert [store.blocks for store in blocks.stores] == [8, 8]
+    plan = Plan.constant(2, 1, drop_order=[0])
+    needs = blocks.need(plan, BLOCK, 33)
+    assert needs == [1, 3]  # layer 0 reads the prompt only, layer 1 the answer too, but for its last token
+    slot = blocks.enter(needs)
+    blocks.extend(slot, [0, 1], BLOCK)
+    blocks.drop(slot, [0])
+    blocks.extend(slot, [1], BLOCK + 32)
+    assert [len(store.free) for store in blocks.stores] == [8, 5]
+    blocks.leave(slot)
+    assert [len(store.free) for store in blocks.stores] == [8, 8]
+
+
+def test_room_is_bounded_by_what_can_be_used_and_by_what_there_is() -> None:
+    engine = Engine(tiny_model(), None)
+    generous = Batcher(engine, BatchSettings(max_batch=2, max_positions=64, cache_bytes=10**18))
+    a_block = generous.blocks.stores[0].shape.block_bytes * LAYERS
+    assert generous.usage().total == 2 * 64 // BLOCK * a_block
+    with pytest.raises(DepthDecayError, match="do not fit into the memory of cpu"):
+        Store(generous.blocks.stores[0].shape, 10**12)
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_new_rows_wait_for_others_of_their_age_where_that_pays_and_not_for_long() -> None:
+    clock = Time()
+    plan = Plan.decay(LAYERS, "0.5", min_layers=4)
+    engine = Engine(tiny_model(), None, plan)
+    batcher = Batcher(engine, BatchSettings(max_batch=8, cohort_seconds=0.5), clock=clock)
+    for prompt in PROMPTS:
+        submit(batcher, prompt, 50, plan, "decay")
+    for _ in range(6):
+        batcher.step()
+    assert {row.depth for row in batcher.rows} == {4}
+    batcher.pace.lone_layer, batcher.pace.step = (
+        1.0,
+        8.0,
+    )  # a step takes what its layers take: half of it is idle layers
+    submit(batcher, [3, 4], 50, plan, "decay")
+    batcher.step()
+    assert len(batcher.rows) == 3  # three rows save half of their time each, one row waits: that pays
+    batcher.pace.step = 8.0
+    submit(batcher, [3, 4], 50, plan, "decay")
+    batcher.step()
+    assert len(batcher.rows) == 5  # two that wait lose more than three save
+    for _ in range(6):
+        batcher.step()
+    assert {row.depth for row in batcher.rows} == {4}
+    batcher.pace.step = 8.0
+    submit(batcher, [3, 4], 50, plan, "decay")
+    batcher.step()
+    assert len(batcher.waiting) == 1
+    clock.now += 1  # the bound on waiting
+    batcher.step()
+    assert len(batcher.rows) == 6
+
+
+def test_prompts_are_read_in_chunks_between_the_steps_of_others() -> None:
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    fast = submit(batcher, [5], 8)
+    batcher.step()
+    submit(batcher, [6] * 30, 2)
+    seen = [[update.id for update in batcher.step()] for _ in range(4)]
+    assert seen == [[fast]] * 4  # four chunks of six, and not one step without a token for the other row
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    model = tiny_model()
+    batcher = Batcher(Engine(model, None), SMALL)
+    submit(batcher, PROMPTS[0], 4, temperature=0.5, seed=3, logprobs=3)
+    submit(batcher, PROMPTS[1], 4)
+    updates = [update for update in run_dry(batcher) if update.id == 0]
+    text = list(PROMPTS[0])
+    for update in updates:
+        with torch.no_grad():
+            logs = torch.log_softmax(model(torch.tensor([text])).logits[0, -1], dim=-1)
+        assert update.logprobs is not None
+        assert update.token is not None
+        assert update.logprobs.chosen == pytest.approx(float(logs[update.token]), abs=1e-4)
+        assert [token for token, _ in update.logprobs.top] == logs.topk(3).indices.tolist()
+        text.append(update.token)
+
+
+def test_another_ladder_and_criteria_are_refused() -> None:
+    engine = Engine(tiny_model(), None, Plan.decay(LAYERS, "0.9"))
+    batcher = Batcher(engine, SMALL)
+    with pytest.raises(DepthDecayError, match="one ladder"):
+        submit(batcher, [5], 4, Plan.decay(LAYERS, "0.9", drop_order=[6, 5, 1]), "decay")
+    with pytest.raises(DepthDecayError, match="unknown mode"):
+        submit(batcher, [5], 4, mode="fast")
+    with pytest.raises(DepthDecayError, match="stopping_criteria"):
+        submit(batcher, [5], 4, stopping_criteria=lambda *_: torch.tensor([False]))
+    with pytest.raises(DepthDecayError, match="needs a plan"):
+        submit(Batcher(Engine(tiny_model(), None), SMALL), [5], 4, mode="decay")
+    assert batcher.is_idle
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("prefill_tokens", -1), ("cohort_seconds", -1.0)])
+def test_settings_that_make_no_sense_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(DepthDecayError, match=name):
+        BatchSettings(**{name: value})
+
+
+def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    batcher.warm_up()
+    assert_nothing_left(batcher)
+    assert batcher.pace.lone_layer > 0
+    assert batcher.counters.tokens == 0
+
+
+def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
+    """With its calibrated plan and repair maps, and texts that come one after the other."""
+    loaded = load(device="cpu")
+    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
+    batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
+    questions = ["Why is the sky blue?", "Name three colours of the rainbow and say why.", "What is bread made of?"]
+    asks = [(question, mode) for question in questions for mode in ("decay", "full")]
+    got: dict[int, list[int | None]] = {}
+    for question, mode in asks:
+        (number,) = batcher.submit(prepare_request(engine, [question], 48, PLAIN_GREEDY), None, mode)
+        got[number] = []
+        for update in [update for _ in range(5) for update in batcher.step()]:
+            got[update.id].append(update.token)
+    for update in run_dry(batcher):
+        got[update.id].append(update.token)
+    for (question, mode), tokens in zip(asks, got.values(), strict=True):
+        assert tokens == engine.generate([question], 48, mode=mode, **PLAIN_GREEDY)[0].token_ids
+    assert_nothing_left(batcher)
