@@ -27,7 +27,7 @@ test: lint ## ruff and mypy, then the tests
 
 test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 # Stopped at the first failure: an engine that failed answers nobody after it.
-	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm
+	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm_plugin
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import Answers, answered, asked
 
 from depthdecay import Plan
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.ladder import runs_of
 from depthdecay.vllm.settings import server_depth
+
+from .engines import Answers, answered, asked
 
 TEXTS = ["The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):\n", "Water boils"]
 TOKENS = 32

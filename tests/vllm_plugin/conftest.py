@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-# One thread that may run anywhere: pinned threads that wait for each other on a busy machine take minutes.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
-from engines import Answers, our_engine, save_tiny_model, stock_engine
-
 from depthdecay import models
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.vllm import is_installed
+
+from .engines import Answers, our_engine, save_tiny_model, stock_engine
+
+# Not elsewhere: without vLLM, these files are collected beside all other tests.
+if is_installed():
+    # One thread that may run anywhere: pinned threads that wait for each other on a busy machine take minutes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 needs_vllm = pytest.mark.skipif(not is_installed(), reason="vLLM is not installed")
 

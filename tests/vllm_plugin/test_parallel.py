@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answers, answered, asked, our_engine
 
 from depthdecay import Plan
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.vllm.settings import server_depth
+
+from .engines import Answers, answered, asked, our_engine
 
 SEVERAL = {"distributed_executor_backend": "mp", "enable_prefix_caching": False}
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answers, answered, asked, our_engine, save_tiny_model
 
 from depthdecay import Plan
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.vllm import ARCHITECTURES
+
+from .engines import Answers, answered, asked, our_engine, save_tiny_model
 
 PROMPTS = [[5, 17, 33, 8, 61, 12, 40, 3, 77, 21, 9] * 3, [44, 6, 90], [13, 28, 28, 55, 70, 31, 66]]
 ALPHAS = ["0.9", "1", "0.97"]
