@@ -91,6 +91,26 @@ def test_the_prefix_cache_holds_prompts_but_no_decayed_text(ours: Any, engine_an
     assert again.num_cached_tokens == 96
 
 
+def test_decayed_text_that_is_computed_again_is_not_found_where_another_wrote_it_at_full_depth(
+    ours: Any, engine_answers: Answers
+) -> None:
+    """Its keys and values there are those of full depth, so the request would end otherwise than undisturbed."""
+    from vllm.v1.request import Request
+
+    core = ours.llm_engine.engine_core.engine_core
+    prompt = engine_answers.ids("Another prefix that fills two blocks of the cache, and is asked for twice. " * 5)[:64]
+    text = answered(ours, [prompt], asked(40, {"alpha": 1}))[0]
+
+    def found(depth: Any) -> int:
+        """How much of a request that was put off after all of this text would be taken from the cache."""
+        request = Request("r", prompt, asked(80, depth), None, block_hasher=core.request_block_hasher)
+        request.append_output_token_ids(text)
+        return int(core.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+    assert found({"alpha": 1}) == 96
+    assert found({"alpha": 0.9}) == 64
+
+
 def test_an_aborted_request_leaves_the_others_as_they_are(
     ours: Any, engine_answers: Answers, prompts: list[list[int]]
 ) -> None:
