@@ -109,4 +109,6 @@ def test_the_api_server_with_the_openai_client(server: str, engine_answers: Answ
     assert decayed != complete(vllm_xargs={"depth_decay": '{"alpha": 1}'}) == expected(Plan.full(30))
     with pytest.raises(BadRequestError, match="alpha is 3; expected a number above 0 and at most 1"):
         complete(vllm_xargs={"depth_decay": '{"alpha": 3}'})
+    with pytest.raises(BadRequestError, match="leave use_beam_search out"):
+        complete(use_beam_search=True)
     assert complete() == expected(depth.plan)  # and the server goes on

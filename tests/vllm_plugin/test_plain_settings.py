@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from depthdecay import Plan
+from depthdecay.cli import app
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.errors import DepthDecayError
 from depthdecay.identity import ModelIdentity
-from depthdecay.vllm import check_version
+from depthdecay.vllm import check_version, register
 from depthdecay.vllm.settings import server_depth, server_settings
 from depthdecay.vllm.step import Rows, Scheduled, Step
 
@@ -77,7 +79,7 @@ def test_a_plan_for_another_model_is_refused_by_its_shape() -> None:
         depth.check_shape(ModelIdentity("LlamaForCausalLM", 30, 512, 8, 49152))
 
 
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import sys
     import types
 
@@ -87,8 +89,35 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthdecay.vllm.is_installed", lambda: True)
     with pytest.raises(DepthDecayError, match=r"is for vLLM 0\.32\.0, but this is 0\.33\.1"):
         check_version()
+    with caplog.at_level("WARNING", logger="vllm.depthdecay"):
+        register()  # in somebody else's server as well: it says why, changes nothing and does not end it
+    assert "depthdecay is not registered: depth decay inside vLLM is for vLLM 0.32.0" in caplog.text
+    for words in (["vllm", "serve", "any", "--alpha", "0.9"], ["bench-vllm"]):
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("depthdecay: depth decay inside vLLM is for vLLM 0.32.0, but this is 0.33.1")
     other.__version__ = "0.32.0+cpu"  # type: ignore[attr-defined]
     check_version()
+
+
+def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthdecay.vllm.is_installed", lambda: False)
+    refused = CliRunner().invoke(app, ["vllm", "serve", "any", "--alpha", "0.9"])
+    assert refused.exit_code == 2
+    assert refused.stderr == "depthdecay: vLLM is not installed; pip install 'depthdecay[vllm]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hf-overrides", "{}"], "--hf-overrides is set by this command"),
+        (["--plan", str(DEFAULT_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
+    ],
+)
+def test_flags_that_would_undo_each_other_are_refused(words: list[str], message: str) -> None:
+    refused = CliRunner().invoke(app, ["vllm", "serve", "any", *words])
+    assert refused.exit_code == 2
+    assert message in refused.stderr
 
 
 # A request: how much is computed, how much is scheduled now, how long its prompt is, and how fast it decays.

@@ -37,15 +37,22 @@ def attend_with(
                 **common, block_table_tensor=block_table[requests], slot_mapping=own_slots, causal=True
             )
             for group in groups:
-                # Its block table would be written into one buffer, over that of the rows before.
-                if getattr(group, "kernel_block_size", None) is not None:
-                    raise DepthDecayError("attention splits the cache's blocks here; choose another --block-size")
                 built = group.build_metadata(about)
                 for name in group.layer_names:
                     metadata[name], slots[name] = built, own_slots
         return metadata, slots
 
     return attend
+
+
+def check_blocks(attn_groups: Sequence[Sequence[Any]]) -> None:
+    """Refuse a cache whose blocks attention splits: it writes their table into one buffer, over that of other rows."""
+    for group in (group for groups in attn_groups for group in groups):
+        if group.kernel_block_size is not None:
+            raise DepthDecayError(
+                f"attention splits the cache's blocks into blocks of {group.kernel_block_size}, which depth decay "
+                f"cannot do for some of the rows; add --block-size {group.kernel_block_size}"
+            )
 
 
 def _common(rows: Rows, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The same for vLLM's second model runner, which asks the model for the state it keeps about requests."""
+"""The same for vLLM's second model runner, which asks the model for the state it keeps about requests.
+
+Written against the source of the pinned version. That runner needs a GPU, and this has never run inside it: tests call
+it with made-up batches, and hold its methods to the runner's.
+"""
 
 from __future__ import annotations
 

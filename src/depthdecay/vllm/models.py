@@ -34,6 +34,7 @@ class DepthDecay:
         config = vllm_config.model_config.hf_config
         self.depth = server_depth(getattr(config, KEY, None), config.num_hidden_layers)
         self._check_attention()
+        self._weights_seen = False
         found = Repairs.of_plan(self.depth.plan)
         if found is not None:
             found.check(self.depth.plan, config.hidden_size)
@@ -55,11 +56,18 @@ class DepthDecay:
         return run_layers(inner, depth_step, self._repairs, input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self._weights_seen = True
         watched = _Watched(self.depth.plan)
         loaded = super().load_weights(watched.passing(weights))  # type: ignore[misc]
         config = self.config  # type: ignore[attr-defined]
         watched.check(config_identity(config, self.architecture), self.depth.allow_other_weights)
         return loaded
+
+    def tell_of_unseen_weights(self) -> None:
+        """Some formats, such as sharded_state, are loaded past `load_weights`."""
+        if not self._weights_seen:
+            shape = config_identity(self.config, self.architecture)  # type: ignore[attr-defined]
+            _Watched(self.depth.plan).check(shape, self.depth.allow_other_weights)
 
     def get_model_state_cls(self) -> type:
         """Asked for by the second model runner only."""

@@ -22,8 +22,9 @@ class DepthDecayModelConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: Any) -> None:
         for reason in _reasons(vllm_config):
             raise DepthDecayError(reason)
-        config = vllm_config.model_config.hf_config
-        stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[config.architectures[0]]
+        model = vllm_config.model_config
+        config = model.hf_config
+        stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[model.architecture]
         server_depth(getattr(config, KEY, None), config.num_hidden_layers).check_shape(config_identity(config, stock))
         vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.cache_config.enable_prefix_caching:
@@ -54,6 +55,8 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
             "depth decay leaves keys and values of dropped layers unwritten, so a cache must not leave this engine; "
             "leave --kv-transfer-config and --kv-offloading-size out"
         )
+    if model.enable_sleep_mode:
+        yield "depth decay's maps would be lost while the server sleeps; leave --enable-sleep-mode out"
     if parallel.use_ubatching:
         yield "depth decay does not go together with micro-batches; leave --enable-dbo and --ubatch-size out"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from depthdecay.vllm.attention import attend_with
+from depthdecay.vllm.attention import attend_with, check_blocks
 from depthdecay.vllm.layers import DepthStep
 from depthdecay.vllm.step import Scheduled, Step
 
@@ -28,11 +28,16 @@ class DepthDecayWorker(PlatformWorker):
     def load_model(self, **settings: Any) -> None:
         super().load_model(**settings)
         runner = self.model_runner
+        runner.get_model().tell_of_unseen_weights()
         # The dummy run that makes these is left out on CPUs where nothing is compiled, as with us it never is.
         if not self.use_v2_model_runner and runner.intermediate_tensors is None and _receives_states():
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        check_blocks(self.model_runner.attn_groups)
 
 
 def _receives_states() -> bool:
