@@ -76,17 +76,17 @@ def _print_rows(model: str, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "", "median s", "range", "tokens/s", "speed-up", "ideal by layers"):
+    for heading in ("", "", "median s", "tokens/s", "speed-up", "range", "ideal by layers"):
         table.add_column(heading, justify="right" if heading else "left")
     for row in rows:
-        seconds = row["seconds"]
+        ratios = row["ratios"]
         table.add_row(
             row["workload"],
             row["method"],
             f"{row['median']:.2f}",
-            f"{min(seconds):.2f}–{max(seconds):.2f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
+            f"{min(ratios):.2f}–{max(ratios):.2f}",
             f"{row['layer_speedup']:.2f}x",
         )
     console = Console()

@@ -51,7 +51,8 @@ class Row:
     layer_speedup: float = 1.0
     median: float = 0.0
     tokens_per_second: float = 0.0
-    speedup: float | None = None  # median of stock over this median
+    ratios: list[float] = field(default_factory=list)  # stock's seconds over these, round by round
+    speedup: float | None = None  # their median: what slows a whole round down is in both
 
 
 def run_bench(
@@ -133,6 +134,7 @@ def _request(plan: Plan) -> dict[str, Any]:
 def _complete(row: Row, plan: Plan | None, job: Workload, stock: Row) -> None:
     row.median = statistics.median(row.seconds)
     row.tokens_per_second = row.tokens / row.median
-    row.speedup = statistics.median(stock.seconds) / row.median
+    row.ratios = [round(theirs / ours, 3) for theirs, ours in zip(stock.seconds, row.seconds, strict=True)]
+    row.speedup = statistics.median(row.ratios)
     if plan is not None:
         row.layer_speedup = plan.num_layers * row.tokens / sum(plan.layers_executed(size) for size in job.answers)
