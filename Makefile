@@ -26,6 +26,8 @@ test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
+# Without vLLM the tests would be skipped, and that would look like success.
+	$(VENV_VLLM)/bin/python -c 'from depthdecay.vllm import check_version; check_version()'
 # Stopped at the first failure: an engine that failed answers nobody after it.
 	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm_plugin
 
