@@ -26,13 +26,18 @@ def test_the_mix_is_24_requests_of_unequal_length_over_8_slots() -> None:
 
 def test_every_way_is_measured_in_every_round(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    words = ["--workloads", "batch-1", "--new-tokens", "8", "--prompt-tokens", "4", "--rounds", "2"]
+    words = ["--workloads", "batch-1,mix", "--new-tokens", "8", "--prompt-tokens", "4", "--rounds", "2"]
     ran = CliRunner().invoke(app, ["bench-vllm", *words, "--alpha", "0.9", "--json", str(file)])
     assert ran.exit_code == 0, ran.output
-    rows = {row["method"]: row for row in json.loads(file.read_text())["vllm_rows"]}
-    assert list(rows) == ["stock", "full depth", "1.25x fewer", "1.5x fewer", "alpha 0.9"]
-    for row in rows.values():
-        assert (row["tokens"], len(row["seconds"]), len(row["ratios"])) == (8, 2, 2)
+    found = json.loads(file.read_text())["vllm_rows"]
+    assert {row["workload"]: row["tokens"] for row in found} == {
+        "batch-1": 8,
+        "mix": sum(Workload.named("mix", 8, 4).answers),
+    }
+    for row in found:
+        assert (len(row["seconds"]), len(row["ratios"])) == (2, 2)
         assert min(row["ratios"]) <= row["speedup"] <= max(row["ratios"])
+    rows = {row["method"]: row for row in found if row["workload"] == "batch-1"}
+    assert list(rows) == ["stock", "full depth", "1.25x fewer", "1.5x fewer", "alpha 0.9"]
     assert rows["stock"]["ratios"] == [1, 1]
     assert rows["full depth"]["layer_speedup"] == 1 < rows["1.25x fewer"]["layer_speedup"]

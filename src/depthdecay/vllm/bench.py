@@ -118,7 +118,7 @@ def _run(engine: Any, job: Workload, plan: Plan | None) -> float:
         SamplingParams(temperature=0, max_tokens=size, ignore_eos=True, detokenize=False, extra_args=extra)
         for size in job.answers
     ]
-    engine.llm_engine.engine_core.engine_core.scheduler.max_num_running_reqs = job.slots
+    engine.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = job.slots
     started = time.perf_counter()
     outputs = engine.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
