@@ -304,7 +304,9 @@ def calibration_section(results: list[Result]) -> list[str]:
             f"horizon {choices['new tokens']}",
             *_software(here[0]),
         ]
-        lines += [f"### {model}", "", *table(CALIBRATED, here), "", f"{', '.join(words)}:", "", f"`{command}`", ""]
+        lines += [f"### {model}", "", *table(CALIBRATED, here), ""]
+        lines += [line for result in here if result.get("notes") for line in (result["notes"], "")]
+        lines += [f"{', '.join(words)}:", "", f"`{command}`", ""]
     return lines
 
 

@@ -46,6 +46,26 @@ def test_every_method_is_held_against_full_depth(monkeypatch: pytest.MonkeyPatch
     assert [found.prompt for found in wrong_row.differences] == list(range(len(PROMPTS)))
 
 
+def test_a_method_that_fails_in_the_middle_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    plain, calls = type(model).generate, []
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        if len(calls) == 3:  # after warming up and one prompt
+            raise RuntimeError("no cache to crop")
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", failing)
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, {"guess": None}, new_tokens=8, peers=["generate"])
+    rows = {row.method: row for row in report.lossless_rows}
+    assert rows["transformers generate"].error == "RuntimeError: no cache to crop"
+    assert rows["transformers generate"].speedup is None
+    assert len(calls) == 3
+    assert rows["full"].tokens == rows["lossless, guess"].tokens == len(PROMPTS) * 7
+
+
 def test_a_difference_is_told_with_its_margin() -> None:
     model = tiny_model("llama")
     ids = PROMPTS[0]

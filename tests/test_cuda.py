@@ -351,8 +351,17 @@ def test_lossless_graphs_say_what_full_depth_says(
 
 @torch.no_grad()
 @pytest.mark.parametrize("compile", [False, True])
-def test_lossless_with_maps_and_a_short_head_in_16_bits(compile: bool, tmp_path: Any) -> None:
-    """All of it as on a real model: maps of several sizes, a reduced vocabulary for drafts, kernels for few rows."""
+def test_lossless_with_maps_and_a_short_head_in_16_bits(
+    compile: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it as on a real model: maps of several sizes, a reduced vocabulary for drafts, kernels for few rows.
+
+    Texts grow over several buckets at windows of every length, and some passes are captured at the end of a bucket.
+    """
+    from depthdecay.windows import Drafter
+
+    lengths = iter((1, 5, 3, 9, 15, 2) * 400)
+    monkeypatch.setattr(Drafter, "window", lambda self: next(lengths))
     model = wide_model(vocab_size=32768)
     torch.manual_seed(0)
     order = [3, 4, 1, 6]
@@ -369,7 +378,7 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(compile: bool, tmp_path:
     replace(plan, repairs=REPAIRS_FILE).save(tmp_path)
     engine = dd.Engine(model, plan=dd.Plan.load(tmp_path), compile=compile)
     assert engine._prepared_drafting() is not None
-    for prompt in PROMPTS:
+    for prompt in [*PROMPTS, *([7, 8, 9] * 20 + [start] for start in range(8))]:
         full = engine.generate([prompt], 200, mode="full", eos_token_id=None)[0].token_ids
         result = engine.generate([prompt], 200, mode="lossless", eos_token_id=None)[0]
         assert result.drafted > 0

@@ -316,6 +316,36 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
         assert again == tokens
 
 
+def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both run a pass ahead of the one that counts: from where that one starts, or columns run out of the bucket."""
+    from depthdecay.graphs import Capturer
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    def capture(self: Capturer, warm_up: Any, run: Any) -> Replay:
+        warm_up()
+        return Replay(run)
+
+    timed: list[str] = []
+
+    def time(self: LosslessGraphDecoder, kind: str, graph: Replay) -> None:
+        timed.append(kind)
+        for _ in range(4):
+            with self.window.unchanged():
+                graph.replay()
+
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr(Capturer, "capture", capture)
+    monkeypatch.setattr(LosslessGraphDecoder, "_time", time)
+    engine = perfect_engine()  # whose windows are kept whole, so that a pass ahead moves on by all of it
+    for start in range(len(PROMPTS[0])):
+        prompt = PROMPTS[0][start:]
+        expected = token_ids(engine, "full", [prompt], 60, eos_token_id=None)
+        engine.uses_graphs = True
+        assert token_ids(engine, "lossless", [prompt], 60, eos_token_id=None) == expected
+        engine.uses_graphs = False
+    assert {kind.split()[0] for kind in timed} == {"draft", "verify"}
+
+
 def test_confidence_ends_a_window() -> None:
     drafter = Drafter(StepCosts(0.5, lambda tokens: 1.0))
     assert drafter.goes_on(0.99)

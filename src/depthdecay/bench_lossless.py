@@ -21,6 +21,7 @@ from .request import PLAIN_GREEDY
 from .windows import StepCosts
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
+Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
 
 
 @dataclass
@@ -98,9 +99,7 @@ def run_lossless_bench(
     compile = compile_layers and on_cuda
     engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
-    ways: dict[str, Callable[[list[int]], tuple[list[int], float, Result | None]]] = {
-        "full": lambda ids: _ours(full, ids, new_tokens, "full")
-    }
+    ways: dict[str, Way] = {"full": lambda ids: _ours(full, ids, new_tokens, "full")}
     for label, engine in engines.items():
         for lookup in (False, True):
             key = f"lossless, {label}{' and lookup' if lookup else ''}"
@@ -117,10 +116,7 @@ def run_lossless_bench(
     full_alone = LosslessRow("full")  # on the prompts that all methods share
     for method, way in ways.items():
         progress(f"warming up {method}")
-        try:
-            way(list(prompts[0]))
-        except Exception as error:
-            rows[method].error = one_line(f"{type(error).__name__}: {error}", limit=300)
+        _attempted(rows[method], way, list(prompts[0]))
     for number, prompt in enumerate(prompts):
         expected: list[int] = []
         for method, way in ways.items():
@@ -128,7 +124,10 @@ def run_lossless_bench(
             if row.error is not None or (compared is not None and number >= compared and method not in main):
                 continue
             progress(f"prompt {number + 1} of {len(prompts)}: {method}")
-            tokens, seconds, result = way(list(prompt))
+            answer = _attempted(row, way, list(prompt))
+            if answer is None:
+                continue
+            tokens, seconds, result = answer
             if method == "full":
                 expected = tokens
             _add(row, tokens, seconds, result)
@@ -149,6 +148,17 @@ def run_lossless_bench(
         "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
     }
     return LosslessReport(name, settings, list(rows.values()))
+
+
+def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], float, Result | None] | None:
+    """A method that fails leaves a row that says why, and the others go on."""
+    try:
+        return way(ids)
+    except Exception as error:
+        if row.method == "full":  # that all are held against
+            raise
+        row.error = one_line(f"{type(error).__name__}: {error}", limit=300)
+        return None
 
 
 def _ours(engine: Engine, ids: list[int], tokens: int, mode: str, **settings: Any) -> tuple[list[int], float, Result]:

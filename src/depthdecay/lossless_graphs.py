@@ -174,7 +174,11 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         return self.graphs.get(key)
 
     def _capture(self, run: Callable[[], None]) -> Any:
-        return self.capturer.capture(run, run)
+        def warm_up() -> None:
+            with self.window.unchanged():  # else the next pass would start behind this one's, and leave the bucket
+                run()
+
+        return self.capturer.capture(warm_up, run)
 
     def _columns(self, size: int, bucket: int) -> None:
         """A pass over the slot's tokens, written from the device's position on."""
@@ -250,15 +254,16 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
     def _chained(
         self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], None], few: bool = False
     ) -> Any:
-        if key not in self.graphs and self.can_capture:
-            with self.window.unchanged():
-                graph = self._graph(key, depth, bucket, body, few)
-                if graph is not None and self.mask.device.type == "cuda":
-                    self._time(f"{key[0]} {key[1]}", graph)
+        if key not in self.graphs:
+            graph = self._graph(key, depth, bucket, body, few)
+            if graph is not None:
+                self._time(f"{key[0]} {key[1]}", graph)
         return self.graphs.get(key)
 
     def _time(self, kind: str, graph: Any) -> None:
         """How long a pass takes on this machine: windows are chosen by that."""
+        if self.mask.device.type != "cuda":
+            return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         seconds = []
         for _ in range(4):
