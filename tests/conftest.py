@@ -94,7 +94,7 @@ PROMPTS = [[5, 17, 33, 8, 61, 12, 40, 3, 77, 21, 9], [44, 6, 90], [13, 28, 28, 5
 
 @pytest.fixture(scope="session")
 def gguf_file() -> Path:
-    return models._embedded_file()
+    return models.embedded_file()
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_two_conversions_at_once(tmp_path: Path, fake_conversion: list[str], mon
     found: list[tuple[Path, bool]] = []
 
     def work() -> None:
-        found.append(gguf_cache.converted(models._embedded_file(), torch.float32, lambda line: None))
+        found.append(gguf_cache.converted(models.embedded_file(), torch.float32, lambda line: None))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:

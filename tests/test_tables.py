@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +357,16 @@ def test_precisions_of_a_cpu_stand_as_ratios_with_their_range(folder: Path) -> N
     assert ours[:4] == ["full int4", "8.28x (7.52–9.10)", "1.69x (1.50–19.00)", "56%"]
     ((_, failed, *_),) = cells(folder, "RESULTS.md", "| llama.cpp")
     assert failed == "failed"
+
+
+def test_the_plug_in_stands_beside_stock_vllm_with_its_range(folder: Path) -> None:
+    from depthdecay.vllm.bench import Row
+
+    settings = {"new_tokens": 128, "prompt_tokens": 32, "rounds": 3, "threads": 1, "dtype": "float32"}
+    row = Row("mix", "alpha 0.99", 1920, ratios=[1.41, 1.35, 1.52], speedup=1.41, layer_speedup=1.5151)
+    about = {key: result(device="cpu")[key] for key in ("commit", "machine", "versions")}
+    about |= {"model": "a-model", "command": "depthdecay bench-vllm", "settings": settings}
+    add(folder, "vllm.json", about | {"vllm_rows": [asdict(row)]})
+    assert run(folder) == 0
+    (found,) = cells(folder, "RESULTS.md", "| 24 requests")
+    assert found == ["24 requests of unequal length, 8 at a time", "alpha 0.99", "1.515x", "1.41x (1.35–1.52)"]

@@ -23,7 +23,7 @@ def weight_samples(model: Any) -> dict[str, list[float]]:
     Packed tensors are left out, so a quantised copy has fewer of them, and none that would differ.
     """
     tensors = _named_tensors(model)
-    samples = {name: _sample(tensors[name]) for name in _chosen(sorted(tensors))}
+    samples = {name: sample_tensor(tensors[name]) for name in _chosen(sorted(tensors))}
     return {name: sample for name, sample in samples.items() if sample}
 
 
@@ -66,7 +66,7 @@ def _chosen(names: list[str]) -> list[str]:
     return chosen
 
 
-def _sample(tensor: Any) -> list[float]:
+def sample_tensor(tensor: Any) -> list[float]:
     import torch
 
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"

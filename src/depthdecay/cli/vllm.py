@@ -1,0 +1,126 @@
+"""`depthdecay vllm serve`: vLLM's API server with depth decay; its own flags pass through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from depthdecay.cli import options as opt
+from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.paths import expanded
+from depthdecay.plan import Plan
+from depthdecay.vllm import ARCHITECTURES, check_version
+
+app = typer.Typer(name="vllm", no_args_is_help=True, help="Depth decay inside vLLM, on one machine or many.")
+
+
+@app.callback()
+def _vllm() -> None:
+    """Depth decay inside vLLM, on one machine or many."""
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A Hugging Face id, a folder or a .gguf file.")],
+    plan: opt.PlanPath = None,
+    alpha: opt.Alpha = None,
+    speedup: opt.Speedup = None,
+    over: opt.Over = None,
+    warmup_tokens: opt.WarmupTokens = None,
+    core_head: opt.CoreHead = None,
+    core_tail: opt.CoreTail = None,
+    min_layers: opt.MinLayers = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+) -> None:
+    """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
+    options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
+    if plan is not None and speedup is not None:
+        raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
+    if any(word.partition("=")[0] in ("--hf-overrides", "--hf_overrides") for word in context.args):
+        raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
+    check_version()
+    from depthdecay.vllm.settings import KEY, config_identity, server_depth
+
+    folder = model_folder(model)
+    config = model_config(folder)
+    settings = _depth_settings(options, config.num_hidden_layers)
+    if allow_other_weights:
+        settings["allow_other_weights"] = True
+    stock = (config.architectures or ["an unknown architecture"])[0]
+    if stock not in ARCHITECTURES:
+        raise DepthDecayError(f"{stock} is not served with depth decay; known are {', '.join(ARCHITECTURES)}")
+    server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
+    overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
+    words = [] if "--enforce-eager" in context.args else ["--enforce-eager"]
+    names = [] if folder == model or _names_itself(context.args) else ["--served-model-name", model]
+    _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
+
+
+def _names_itself(words: list[str]) -> bool:
+    return any(word.partition("=")[0] == "--served-model-name" for word in words)
+
+
+def model_folder(model: str) -> str:
+    """Where vLLM finds the weights: a GGUF file and the embedded model are converted, as for our own engine."""
+    from depthdecay.models import EMBEDDED_MODEL, embedded_file
+
+    path = embedded_file() if model == EMBEDDED_MODEL else expanded(model)
+    if path.suffix == ".gguf" and path.is_file():
+        import torch
+
+        from depthdecay.gguf_cache import converted
+
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        return str(converted(path, dtype, lambda message: print(message, flush=True))[0])
+    return str(path) if path.is_dir() else model
+
+
+def model_config(where: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(where)
+    except Exception as error:  # no such place, no such model, not reachable: all mean the same to the user
+        raise DepthDecayError(f"'{where}' is no model that can be read: {one_line(error)}") from None
+
+
+def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]:
+    if options.path is not None:
+        path = str(opt.DEFAULT_PLAN) if options.path == "default" else options.path
+        # Workers need not start in this folder.
+        return {"plan": str(Path(path).resolve()) if Path(path).exists() else path}
+    from depthdecay.vllm.settings import server_settings
+
+    made: Plan | None = options.make(num_layers, None)
+    return {} if made is None else server_settings(made)
+
+
+def _serve(words: list[str]) -> None:
+    """As vLLM's own command, which cannot start where the package is a build for CPUs under another name."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="depthdecay vllm")
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments = parser.parse_args(words)
+    configure_logging_from_args(arguments)
+    try:
+        command.validate(arguments)
+        command.cmd(arguments)
+    except ValueError as error:
+        raise _ours(error) or error from None
+
+
+def _ours(error: ValueError) -> DepthDecayError | None:
+    """What we refused ourselves, out of what pydantic put around it."""
+    listed = error.errors() if hasattr(error, "errors") else []
+    found = [entry.get("ctx", {}).get("error") for entry in listed]
+    return next((inner for inner in found if isinstance(inner, DepthDecayError)), None)
