@@ -2,8 +2,8 @@
 
 A graph of a whole step would be needed for every profile of depths, and there are as many as there are batches. Graphs
 of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host far less than the
-device needs for a layer of 7B, about 100 µs. Numbers of rows are rounded up, since a layer takes as long as its weights do:
-rows beyond the layer's own keep their state, write their keys where nobody reads, and look at nothing. So no row
+device needs for a layer of 7B, about 100 µs. Numbers of rows are rounded up, since a layer takes as long as its weights
+do: rows beyond the layer's own keep their state, write their keys where nobody reads, and look at nothing. So no row
 changes another.
 
 Every row is one token. A few tokens of a prompt are a few rows: keys are written before any row looks, and each looks
