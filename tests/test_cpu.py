@@ -99,6 +99,54 @@ def test_few_bits_in_every_mode(setting: str, count: int) -> None:
         assert tokens(ours, PROMPTS[:count], mode) == tokens(reference, PROMPTS[:count], mode)
 
 
+@pytest.mark.parametrize("setting", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str) -> None:
+    from test_batching import SMALL, run_dry, submit
+
+    from depthdecay.batching import Batcher
+
+    model = tiny_model(architecture)
+    plan = dd.Plan.decay(LAYERS, "0.95")
+    engine = dd.Engine(model, plan=plan, quantize=setting)
+    batcher = Batcher(engine, SMALL)
+    assert isinstance(batcher.stack, cpu.RoundedStack)
+    assert batcher.stack.layer_bytes() == engine.stack.layer_bytes() < Stack.of(model).layer_bytes()
+    expected, got = {}, {}
+    for place, prompt in enumerate(PROMPTS):
+        mode = "decay" if place % 2 else "full"
+        number = submit(batcher, prompt, 16, plan if place % 2 else None, mode, **GREEDY)
+        expected[number], got[number] = tokens(engine, [prompt], mode)[0], []
+        for update in batcher.step():
+            got[update.id].append(update.token)
+    for update in run_dry(batcher):
+        assert update.error is None
+        got[update.id].append(update.token)
+    assert got == expected
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_product_is_the_same_by_either_code() -> None:
+    """Torch's own for many tokens, where the model has the very numbers that were packed."""
+    model = rounded_copy(tiny_model("qwen2"), "int8")
+    stack = cpu.open_stack(model, quantize="int8")
+    assert isinstance(stack, cpu.CpuStack)
+    assert stack.rounded is not None
+    name, packed = next((name, packed) for name, packed in stack.rounded.matrices.items() if name.endswith("query"))
+    linear = dict(stack.form.matrices())[name]
+    by_code, by_either = (
+        cpu._product(stack.code, stack.packed_matrix(name, packed), linear, exact) for exact in (False, True)
+    )
+    with torch.no_grad():
+        for count in (1, 2, 3, 7, 8, 13, 40):
+            state = torch.randn(2, count, packed.columns)
+            expected = linear(state)
+            for product in (by_code, by_either):
+                assert (product(state) - expected).abs().max() < 1e-2 * expected.abs().max()
+            if 2 * count > cpu.FEW_TOKENS:
+                assert torch.equal(by_either(state), expected)
+
+
 def test_layers_are_counted_where_they_run() -> None:
     plan = dd.Plan.constant(LAYERS, 5, drop_order=[3, 5, 2])
     result = dd.Engine(tiny_model(), plan=plan).generate(PROMPTS[:1], 6, mode="decay", **GREEDY)[0]

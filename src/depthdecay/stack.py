@@ -84,6 +84,10 @@ class Stack:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def for_batches(self) -> Stack:
+        """The same layers for passes over any cache, as those of a batch: the model's own forward."""
+        return Stack.of(self.model)
+
     @contextlib.contextmanager
     def routed(self, layer_pass: LayerPass) -> Iterator[LayerPass]:
         """While open, layers in `layer_pass.dropped` hand their input on; the pass may be changed between calls.

@@ -19,7 +19,7 @@ from ..errors import DepthDecayError, UnsupportedModelError
 from ..plan import Plan
 from ..request import PLAIN_GREEDY, Request, prepare_request
 from ..sampling import Sampler, sequence_keys
-from ..stack import Stack, require_eval
+from ..stack import require_eval
 from .blocks import Blocks, Usage, blocks_for
 from .picking import Logprobs, logprobs_of, pick_tokens, rows_of
 from .ragged import Part, RaggedCache, run_ragged, shapes_of
@@ -137,7 +137,7 @@ class Batcher:
         require_eval(engine.stack.model)
         _refuse_unsupported(engine)
         self.engine = engine
-        self.stack = Stack.of(engine.stack.model)  # the model's own layers: compiled passes know one kind of cache
+        self.stack = engine.stack.for_batches()
         self.settings = settings or BatchSettings()
         self.clock = clock
         limit = self.stack.context_limit() or DEFAULT_POSITIONS

@@ -22,6 +22,8 @@ def serve(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     compile: opt.Compile = False,
+    quantize: opt.Quantize = None,
+    threads: opt.Threads = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -91,7 +93,8 @@ def serve(
         compile,
         trust_remote_code=trust_remote_code,
         allow_other_weights=allow_other_weights,
-        quantize="none",  # batches run the model's own layers
+        quantize=quantize,
+        threads=threads,
     )
     loaded, engine = opt.open_engine(model_options, plan_options, None)
     if engine.tokenizer is None:

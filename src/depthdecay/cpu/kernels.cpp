@@ -329,6 +329,27 @@ void group_product(const Matrix& m, int64_t group, const Vectors& in, int64_t to
 
 inline int64_t groups(const Matrix& m) { return (m.rows + LANES - 1) / LANES; }
 
+bool is_packed(const Matrix& m) { return m.kind >= INT4; }
+
+void add_up(const float* x, int64_t columns, float* sums) {
+    for (int64_t block = 0; block < columns / BLOCK; ++block)
+        sums[block] = sum(load<F>(x + block * BLOCK) + load<F>(x + block * BLOCK + LANES));
+}
+
+template <int N>
+struct Tile {
+    static constexpr int size = N;
+};
+
+template <class Work>
+void in_tiles(int64_t tokens, Work work) {
+    int64_t token = 0;
+    for (; tokens - token >= 8; token += 8) work(token, Tile<8>{});
+    for (; tokens - token >= 4; token += 4) work(token, Tile<4>{});
+    for (; tokens - token >= 2; token += 2) work(token, Tile<2>{});
+    for (; token < tokens; ++token) work(token, Tile<1>{});
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Threads that stay between passes. A pass is a sequence of phases; in each, threads take pieces until none is left.
 
@@ -424,7 +445,38 @@ struct Scratch {
     }
 };
 
-bool is_packed(const Matrix& m) { return m.kind >= INT4; }
+// One matrix times vectors, for passes that are the model's own but for this.
+class Multiplying {
+  public:
+    Multiplying(const Matrix& matrix, const float* x, int64_t tokens, float* result, Team& team, Scratch& scratch)
+        : matrix_(matrix), x_{x, matrix.columns, nullptr, matrix.columns / BLOCK}, tokens_(tokens), result_(result),
+          team_(team) {
+        if (is_packed(matrix)) x_.sums = sums_ = Scratch::at_least(scratch.sums, tokens * x_.sums_stride);
+    }
+
+    void operator()(int64_t) {
+        if (is_packed(matrix_))
+            team_.share(tokens_, [&](int64_t token) {
+                add_up(x_.x + token * x_.stride, matrix_.columns, sums_ + token * x_.sums_stride);
+            });
+        team_.share(groups(matrix_), [&](int64_t group) {
+            const int64_t row = group * LANES, count = std::min<int64_t>(LANES, matrix_.rows - row);
+            in_tiles(tokens_, [&](int64_t token, auto tile) {
+                F out[tile.size];
+                group_product<tile.size>(matrix_, group, x_, token, out);
+                for (int t = 0; t < tile.size; ++t)
+                    std::memcpy(result_ + (token + t) * matrix_.rows + row, &out[t], count * sizeof(float));
+            });
+        });
+    }
+
+  private:
+    const Matrix& matrix_;
+    Vectors x_;
+    const int64_t tokens_;
+    float *result_, *sums_ = nullptr;
+    Team& team_;
+};
 
 class Decoding {
   public:
@@ -576,11 +628,6 @@ class Decoding {
         return {x, stride, sums, widest_};
     }
 
-    static void add_up(const float* x, int64_t columns, float* sums) {
-        for (int64_t block = 0; block < columns / BLOCK; ++block)
-            sums[block] = sum(load<F>(x + block * BLOCK) + load<F>(x + block * BLOCK + LANES));
-    }
-
     // Several matrices times the same vectors, as one phase.
     template <int COUNT, class Store>
     void products(const Matrix* const (&matrices)[COUNT], const Vectors& x, int64_t tokens, Store store) {
@@ -621,20 +668,6 @@ class Decoding {
                 }
             });
         });
-    }
-
-    template <int N>
-    struct Tile {
-        static constexpr int size = N;
-    };
-
-    template <class Work>
-    static void in_tiles(int64_t tokens, Work work) {
-        int64_t token = 0;
-        for (; tokens - token >= 8; token += 8) work(token, Tile<8>{});
-        for (; tokens - token >= 4; token += 4) work(token, Tile<4>{});
-        for (; tokens - token >= 2; token += 2) work(token, Tile<2>{});
-        for (; token < tokens; ++token) work(token, Tile<1>{});
     }
 
     // Norm (where the model has one) and rotary embedding of one head.
@@ -731,18 +764,39 @@ class Decoding {
 
 }  // namespace
 
+namespace {
+
+struct Everyone {
+    std::mutex alone;
+    Team team;
+    Scratch scratch;
+};
+
+// Never destroyed: workers still wait on the team when the process ends.
+Everyone& everyone() {
+    static Everyone& only = *new Everyone;
+    return only;
+}
+
+}  // namespace
+
 extern "C" {
 
 // Returns how many layers ran.
 int64_t depthdecay_pass(const Model* model, const Pass* pass) {
-    // Never destroyed: workers still wait on the team when the process ends.
-    static std::mutex& alone = *new std::mutex;
-    static Team& team = *new Team;
-    static Scratch& scratch = *new Scratch;
-    std::lock_guard<std::mutex> lock(alone);
-    Decoding decoding(*model, *pass, team, scratch);
-    team.run(pass->threads, decoding);
+    Everyone& all = everyone();
+    std::lock_guard<std::mutex> lock(all.alone);
+    Decoding decoding(*model, *pass, all.team, all.scratch);
+    all.team.run(pass->threads, decoding);
     return decoding.executed();
+}
+
+// `x` is (tokens, columns), `result` (tokens, rows).
+void depthdecay_product(const Matrix* matrix, const float* x, int64_t tokens, float* result, int64_t threads) {
+    Everyone& all = everyone();
+    std::lock_guard<std::mutex> lock(all.alone);
+    Multiplying multiplying(*matrix, x, tokens, result, all.team, all.scratch);
+    all.team.run(threads, multiplying);
 }
 
 // Checked when the library is loaded: structures that Python sees otherwise would be read as garbage.

@@ -91,11 +91,14 @@ class Library:
             sizes = code.depthdecay_sizes()
             code.depthdecay_pass.argtypes = [POINTER(Model), POINTER(Pass)]
             code.depthdecay_pass.restype = c_int64
+            code.depthdecay_product.argtypes = [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]
+            code.depthdecay_product.restype = None
         except (OSError, AttributeError) as error:
             raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
         if sizes != ctypes.sizeof(Model) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
             raise Unavailable("the compiled pass lays its structures out in another way")
         self.run = code.depthdecay_pass
+        self.product = code.depthdecay_product
 
 
 @functools.cache

@@ -148,6 +148,9 @@ class WidenedStack(Stack):
         stack.widened = {names[id(linears[name].weight)]: weight for name, weight in weights.items()}
         return stack
 
+    def for_batches(self) -> Stack:
+        return self
+
     def forward(self, **arguments: Any) -> Any:
         # The head may be the embedding too, which is not rounded: it is replaced by what it does.
         def said(state: torch.Tensor) -> torch.Tensor:
@@ -155,6 +158,61 @@ class WidenedStack(Stack):
 
         with contextlib.nullcontext() if "forward" in self.head.__dict__ else patched(self.head, "forward", said):
             return torch.func.functional_call(self.model, self.widened, kwargs=arguments)
+
+
+class RoundedStack(Stack):
+    """Rounded weights for any cache: the model's own forward, in which each product with them is compiled code."""
+
+    source: CpuStack  # whose weights these are
+    products: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]
+
+    @classmethod
+    def over(cls, source: CpuStack, weights: Rounded) -> RoundedStack:
+        stack = cls(source.model, source.owner, source.layers, source.windows)
+        stack.source = source
+        stack.products = [
+            (linear, _product(source.code, source.packed_matrix(name, packed), linear, name in weights.kept))
+            for name, linear in source.form.matrices()
+            if (packed := weights.matrices.get(name)) is not None
+        ]
+        return stack
+
+    def for_batches(self) -> Stack:
+        return self
+
+    def forward(self, **arguments: Any) -> Any:
+        given = [(linear.__dict__, product) for linear, product in self.products if "forward" not in linear.__dict__]
+        try:
+            for attributes, product in given:
+                attributes["forward"] = product
+            return self.model(**arguments)
+        finally:
+            for attributes, _ in given:
+                attributes.pop("forward", None)
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        return self.source.layer_bytes()
+
+    def head_bytes(self) -> int:
+        return self.source.head_bytes()
+
+
+def _product(
+    code: native.Library, matrix: native.Matrix, linear: nn.Linear, is_exact: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """In the place of a linear module's forward; of many tokens torch's is faster, and used where weights are exact."""
+
+    def product(state: torch.Tensor) -> torch.Tensor:
+        if is_exact and state.numel() > FEW_TOKENS * matrix.columns:
+            return nn.functional.linear(state, linear.weight, linear.bias)
+        x = state.detach().reshape(-1, matrix.columns).float().contiguous()
+        result = torch.empty((len(x), matrix.rows))
+        code.product(ctypes.byref(matrix), x.data_ptr(), len(x), result.data_ptr(), threads())
+        if linear.bias is not None:
+            result += linear.bias
+        return result.view(*state.shape[:-1], matrix.rows).to(state.dtype)
+
+    return product
 
 
 @dataclass
@@ -203,6 +261,12 @@ class CpuStack(Stack):
             if cache.clock.position is not None or not self._can_run(layer_pass, ids):
                 return super().run(layer_pass, ids, mask, cache, position_ids, keep, short)
             return self._compiled(layer_pass, ids, mask, cache, position_ids, keep, short)
+
+    def for_batches(self) -> Stack:
+        return super().for_batches() if self.rounded is None else RoundedStack.over(self, self.rounded)
+
+    def packed_matrix(self, name: str, packed: Packed, bias: int | None = None) -> native.Matrix:
+        return native.Matrix(self._places[name].data_ptr(), bias, packed.rows, packed.columns, packed.kind)
 
     def _can_run(self, layer_pass: LayerPass, ids: torch.Tensor) -> bool:
         known = layer_pass.run_layer is None and all(isinstance(m, Repair) for m in layer_pass.repairs.values())
@@ -324,8 +388,7 @@ class CpuStack(Stack):
         def matrix(name: str, linear: nn.Linear) -> native.Matrix:
             packed: Packed | None = None if self.rounded is None else self.rounded.matrices.get(name)
             if packed is not None:
-                place = self._places[name].data_ptr()
-                return native.Matrix(place, floats(linear.bias), packed.rows, packed.columns, packed.kind)
+                return self.packed_matrix(name, packed, floats(linear.bias))
             return _float_matrix(linear.weight.detach(), floats(linear.bias))
 
         table = (native.Layer * len(form.layers))()
