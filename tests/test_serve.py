@@ -383,6 +383,14 @@ def test_logs_have_ids_and_figures_and_no_text(server: Running, caplog: pytest.L
 
 def test_the_queue_at_its_limit(engine: Engine) -> None:
     with running(engine, BatchSettings(max_batch=1, cohort_seconds=0), max_waiting=2) as server:
+        seen = threading.Event()
+        step = server.worker.batcher.step
+
+        def slow_step() -> Any:
+            seen.wait(0.1)  # so that the first answer lasts as long as it is needed
+            return step()
+
+        server.worker.batcher.step = slow_step  # type: ignore[method-assign]
         with httpx.stream("POST", f"{server.url}/v1/completions", json=long_ask(), timeout=PATIENCE) as first:
             lines = first.iter_lines()
             next(lines)  # it is in the batch
@@ -393,6 +401,7 @@ def test_the_queue_at_its_limit(engine: Engine) -> None:
                 assert_problem(refused, 429, code="queue_full")
                 assert int(refused.headers["retry-after"]) >= 1
                 assert "fewer" in assert_problem(post(server, {"prompt": "a", "n": 3}), 400)  # would never fit
+                seen.set()
                 rest = list(lines)
                 assert [future.result().status_code for future in waiting] == [200, 200]
         assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
