@@ -19,6 +19,7 @@ from depthdecay.cpu import blocks, library, weights
 from depthdecay.cpu import stack as cpu
 from depthdecay.cpu.form import OtherForm, form_of
 from depthdecay.errors import DepthDecayError
+from depthdecay.ladder import runs_of
 from depthdecay.origin import Origin
 from depthdecay.repairs import Repair, Repairs
 from depthdecay.stack import LayerPass, Stack
@@ -101,7 +102,8 @@ def test_few_bits_in_every_mode(setting: str, count: int) -> None:
 
 @pytest.mark.parametrize("setting", ["int8", "int4"])
 @pytest.mark.parametrize("architecture", PLAIN)
-def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str, compiled: bool) -> None:
     from test_batching import SMALL, run_dry, submit
 
     from depthdecay.batching import Batcher
@@ -111,6 +113,10 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
     engine = dd.Engine(model, plan=plan, quantize=setting)
     batcher = Batcher(engine, SMALL)
     assert isinstance(batcher.stack, cpu.RoundedStack)
+    assert batcher.compiled_rows is not None
+    assert not batcher.compiled_rows.has_room(cpu.FEW_TOKENS + 1)
+    if not compiled:
+        batcher.compiled_rows = None
     assert batcher.stack.layer_bytes() == engine.stack.layer_bytes() < Stack.of(model).layer_bytes()
     expected, got = {}, {}
     for place, prompt in enumerate(PROMPTS):
@@ -362,3 +368,56 @@ def test_calibration_sees_the_rounded_weights() -> None:
 def test_form_refuses_by_name_what_it_finds() -> None:
     with pytest.raises(OtherForm, match="layer 0"):
         form_of(Stack.of(tiny_model("olmo2")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neurons", [0, 8])
+def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torch.dtype) -> None:
+    """Rows of several depths with maps, one with several tokens, in blocks that other rows had before."""
+    from test_batching import SMALL, run_dry, submit
+
+    from depthdecay.batching import Batcher
+    from depthdecay.batching.blocks import BLOCK
+    from depthdecay.batching.ragged import Part
+
+    plan = dd.Plan.decay(LAYERS, "0.93")
+    model = tiny_model("mistral").to(dtype)  # with a window
+    hidden = model.config.hidden_size
+    torch.manual_seed(0)
+    maps = {}
+    for depth in range(4, LAYERS):
+        shapes = [(4, hidden), (hidden, 4), (hidden,), *([(neurons, hidden)] * 2 + [(hidden, neurons)]) * bool(neurons)]
+        maps[depth] = tuple(
+            Repair(start, end, *(torch.randn(shape) * 0.1 for shape in shapes))
+            for start, end in runs_of(plan.dropped(depth))
+        )
+    batcher = Batcher(dd.Engine(model, plan=plan, repairs=Repairs(maps)), SMALL)
+    assert batcher.compiled_rows is not None
+    for prompt in PROMPTS:
+        submit(batcher, prompt * 4, 6, plan, "decay", **GREEDY)
+    list(run_dry(batcher))
+    for place, prompt in enumerate(PROMPTS):
+        submit(batcher, prompt * 3, 30, plan if place else None, "decay" if place else "full", **GREEDY)
+        while len(batcher.rows) <= place or batcher.rows[-1].index < 3:
+            batcher.step()
+    parts = []
+    for row in sorted(batcher.rows, key=lambda row: -row.depth):
+        parts.append(Part(row.slot, row.length, row.next_tokens(), row.depth, row.plan))
+        batcher.blocks.extend(row.slot, row.plan.layers(row.depth), row.length + 1)
+    slot = batcher.blocks.enter(batcher.blocks.needs(dd.Plan.full(LAYERS), 20, 1)[LAYERS])
+    batcher.blocks.extend(slot, range(LAYERS), 20)
+    parts.insert(0, Part(slot, 0, list(range(5, 10)), LAYERS, dd.Plan.full(LAYERS)))
+    assert len({part.depth for part in parts}) >= 3
+    logits, counts = batcher.compiled_rows.run(parts)
+    stores = [(store.keys.clone(), store.values.clone()) for store in batcher.blocks.stores]
+    expected, expected_counts = batcher._eager_logits(parts)
+    assert counts == expected_counts
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1  # the eager pass rounds to 16 bits everywhere
+    assert (logits - expected.float()).abs().max() < tolerance * expected.float().abs().max()
+    own = torch.tensor([int(batcher.blocks.table[0, part.slot, 0]) * BLOCK for part in parts])  # all their first places
+    for store, (keys, values) in zip(batcher.blocks.stores, stores, strict=True):
+        for now, before in (
+            (store.keys[own].float(), keys[own].float()),
+            (store.values[own].float(), values[own].float()),
+        ):
+            assert (now - before).abs().max() < tolerance * now.abs().max()

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -157,11 +158,20 @@ class Batcher:
         if engine.uses_graphs:
             self.steps = self._new_steps(compile=engine.compiled is not None)
         self._is_compared = False  # graphs have been held against an eager pass
+        self.compiled_rows = self._new_compiled_rows()
         self.waiting: deque[Entry] = deque()
         self.rows: list[Entry] = []
         self.counters = Counters()
         self.pace = Pace()
         self._ids = itertools.count()
+
+    def _new_compiled_rows(self) -> Any:
+        """On a CPU, where the engine's passes are compiled code."""
+        if self.engine.uses_graphs or self.engine.device.type != "cpu":
+            return None
+        from ..cpu.rows import CompiledRows
+
+        return CompiledRows.of(self.engine.stack, self.blocks, self.repairs)
 
     def _new_steps(self, compile: bool) -> GraphSteps:
         return GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch, compile)
@@ -372,7 +382,7 @@ class Batcher:
             if blocks_for(end) > blocks_for(row.length):
                 self.blocks.extend(row.slot, row.plan.layers(row.depth), end)
             parts.append(Part(row.slot, row.length, tokens, row.depth, row.plan))
-        logits, counts = self._graph_logits(parts) or self._eager_logits(parts)
+        logits, counts = self._compiled_logits(parts) or self._graph_logits(parts) or self._eager_logits(parts)
         decoding = sum(not row.in_prompt for row in rows)
         if decoding:
             in_prompts = sum(len(part.tokens) for part in parts) - decoding  # tokens that run every layer
@@ -385,6 +395,12 @@ class Batcher:
     def _eager_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
         logits, ragged = run_ragged(self.stack, self.cache, parts, self.repairs)
         return logits, ragged.tokens_run
+
+    def _compiled_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
+        if self.compiled_rows is None or not self.compiled_rows.has_room(sum(len(part.tokens) for part in parts)):
+            return None
+        found: tuple[torch.Tensor, list[int]] = self.compiled_rows.run(parts)
+        return found
 
     def _graph_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
         """None where the pass has to run eagerly: there are no graphs, or it has too many tokens for them."""

@@ -68,16 +68,24 @@ struct Model {
     Matrix head;
 };
 
+struct Segment {  // tokens of one depth
+    int64_t first, count;
+    const Map* const* map;  // by layer: what runs in its place, or null
+};
+
 struct Pass {
     int64_t tokens, batch;
     const int64_t *row, *column, *first;  // of each token: its text, its place in the cache, the text's first place
     const float *cosine, *sine;           // (tokens, head_size)
     float* state;                         // (tokens, hidden): embeddings in, states behind the last layer out
-    void* const* keys;                    // by layer: (room, batch, heads, head_size)
+    void* const* keys;                    // by layer: (room, batch, heads, head_size), or (place, heads, head_size)
     void* const* values;
-    int64_t halves;        // keys and values are bfloat16
-    const uint8_t* runs;   // by layer: 1 runs, 0 hands its input on
-    const Map* const* map;  // by layer: what runs in its place, or null
+    const int64_t* table;     // (layers, texts, most): which block of places holds a text's columns; null: no blocks
+    int64_t most, block;      // blocks of a text, and columns of a block
+    int64_t halves;           // keys and values are bfloat16
+    const int64_t* running;   // by layer: so many of the first tokens run it
+    const Segment* segment;   // what tokens get that do not
+    int64_t segments;
     const int64_t* wanted;  // tokens whose logits are wanted
     int64_t logits_wanted;
     float* logits;  // (logits_wanted, vocabulary)
@@ -484,17 +492,17 @@ class Decoding {
         : model_(model), pass_(pass), team_(team), heads_size_(model.heads * model.head_size),
           kept_size_(model.key_value_heads * model.head_size) {
         const int64_t n = pass.tokens, threads = pass.threads;
-        const int64_t copies = n <= FEW ? threads : 1;
         int64_t neurons = model.neurons, rank = 1, longest = 0;
-        for (int64_t layer = 0; layer < model.layers; ++layer)
-            if (const Map* map = pass.map[layer]) {
-                rank = std::max(rank, map->down.rows);
-                neurons = std::max(neurons, map->gate.rows);
-            }
+        for (int64_t segment = 0; segment < pass.segments; ++segment)
+            for (int64_t layer = 0; layer < model.layers; ++layer)
+                if (const Map* map = pass.segment[segment].map[layer]) {
+                    rank = std::max(rank, map->down.rows);
+                    neurons = std::max(neurons, map->gate.rows);
+                }
         for (int64_t token = 0; token < n; ++token) longest = std::max(longest, pass.column[token] + 1);
         widest_ = std::max({model.hidden, heads_size_, neurons, rank}) / BLOCK + 1;
         longest_ = (longest + LANES - 1) / LANES * LANES;
-        normal_ = Scratch::at_least(scratch.normal, copies * n * model.hidden);
+        normal_ = Scratch::at_least(scratch.normal, std::max(n, threads * std::min(n, FEW)) * model.hidden);
         sums_ = Scratch::at_least(scratch.sums, threads * n * widest_);
         query_ = Scratch::at_least(scratch.query, n * heads_size_);
         key_ = Scratch::at_least(scratch.key, n * kept_size_);
@@ -508,12 +516,16 @@ class Decoding {
     void operator()(int64_t thread) {
         int64_t executed = 0;
         for (int64_t layer = 0; layer < model_.layers; ++layer) {
-            if (pass_.runs[layer]) {
-                attend(thread, layer);
-                think(thread, model_.layer[layer]);
+            const int64_t running = pass_.running[layer];
+            if (running > 0) {
+                attend(thread, layer, running);
+                think(thread, model_.layer[layer], running);
                 ++executed;
-            } else if (pass_.map[layer] != nullptr) {
-                repair(thread, *pass_.map[layer]);
+            }
+            for (int64_t index = 0; index < pass_.segments; ++index) {
+                const Segment& segment = pass_.segment[index];
+                if (segment.first >= running && segment.map[layer] != nullptr)
+                    repair(thread, *segment.map[layer], segment.first, segment.count);
             }
         }
         if (thread == 0) executed_ = executed;
@@ -523,11 +535,12 @@ class Decoding {
     int64_t executed() const { return executed_; }
 
   private:
-    void attend(int64_t thread, int64_t index) {
+    // By the first n tokens.
+    void attend(int64_t thread, int64_t index, int64_t n) {
         const Layer& layer = model_.layer[index];
-        const int64_t n = pass_.tokens, size = model_.head_size;
+        const int64_t size = model_.head_size;
         const bool sums_too = is_packed(layer.query) || is_packed(layer.key) || is_packed(layer.value);
-        Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too);
+        Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too, pass_.state, n);
         const Matrix* const matrices[3] = {&layer.query, &layer.key, &layer.value};
         float* const results[3] = {query_, key_, value_};
         products<3>(matrices, x, n, [&](int which, int64_t token, int64_t row, int64_t count, const F& values) {
@@ -541,9 +554,8 @@ class Decoding {
             } else {
                 const int64_t place = token * kept_size_ + (head - model_.heads) * size;
                 turn(key_ + place, layer.key_norm, token);
-                const int64_t slot =
-                    ((pass_.column[token] * pass_.batch + pass_.row[token]) * model_.key_value_heads + head -
-                     model_.heads) * size;
+                const int64_t column = pass_.column[token];
+                const int64_t slot = stretch(index, token, column, column, head - model_.heads).start;
                 keep(pass_.keys[index], slot, key_ + place);
                 keep(pass_.values[index], slot, value_ + place);
             }
@@ -552,31 +564,33 @@ class Decoding {
             if (pass_.halves) look<uint16_t>(thread, index, piece / model_.heads, piece % model_.heads);
             else look<float>(thread, index, piece / model_.heads, piece % model_.heads);
         });
-        add_product(thread, layer.output, attended_, heads_size_);
+        add_product(thread, layer.output, attended_, heads_size_, pass_.state, n);
     }
 
-    void think(int64_t thread, const Layer& layer) {
+    void think(int64_t thread, const Layer& layer, int64_t n) {
         const bool sums_too = is_packed(layer.gate) || is_packed(layer.up);
-        Vectors x = normalised(thread, layer.mlp_norm, model_.epsilon, sums_too);
-        gate(layer.gate, layer.up, x);
-        add_product(thread, layer.down, middle_, layer.gate.rows);
+        Vectors x = normalised(thread, layer.mlp_norm, model_.epsilon, sums_too, pass_.state, n);
+        gate(layer.gate, layer.up, x, n);
+        add_product(thread, layer.down, middle_, layer.gate.rows, pass_.state, n);
     }
 
-    void repair(int64_t thread, const Map& map) {
-        Vectors x = normalised(thread, nullptr, 1e-6f, is_packed(map.down) || is_packed(map.gate));
+    void repair(int64_t thread, const Map& map, int64_t first, int64_t n) {
+        float* state = pass_.state + first * model_.hidden;
+        Vectors x = normalised(thread, nullptr, 1e-6f, is_packed(map.down) || is_packed(map.gate), state, n);
         const Matrix* const down[1] = {&map.down};
-        products<1>(down, x, pass_.tokens, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+        products<1>(down, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(low_ + token * map.down.rows + row, &values, count * sizeof(float));
         });
-        if (map.gate.data != nullptr) gate(map.gate, map.lift, x);
-        add_product(thread, map.up, low_, map.down.rows);
-        if (map.gate.data != nullptr) add_product(thread, map.out, middle_, map.gate.rows);
+        if (map.gate.data != nullptr) gate(map.gate, map.lift, x, n);
+        add_product(thread, map.up, low_, map.down.rows, state, n);
+        if (map.gate.data != nullptr) add_product(thread, map.out, middle_, map.gate.rows, state, n);
     }
 
     void say(int64_t thread) {
         const int64_t n = pass_.logits_wanted;
         if (n == 0) return;
-        Vectors x = normalised(thread, model_.final_norm, model_.epsilon, is_packed(model_.head), pass_.wanted, n);
+        const bool sums_too = is_packed(model_.head);
+        Vectors x = normalised(thread, model_.final_norm, model_.epsilon, sums_too, pass_.state, n, pass_.wanted);
         const Matrix* const head[1] = {&model_.head};
         products<1>(head, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(pass_.logits + token * model_.head.rows + row, &values, count * sizeof(float));
@@ -584,14 +598,14 @@ class Decoding {
     }
 
     // States divided by the root of their mean square, times the norm's weight.
-    Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too,
-                       const int64_t* chosen = nullptr, int64_t count = -1) {
-        const int64_t n = chosen == nullptr ? pass_.tokens : count, hidden = model_.hidden;
+    Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too, const float* states,
+                       int64_t n, const int64_t* chosen = nullptr) {
+        const int64_t hidden = model_.hidden;
         const bool alone = n <= FEW;
         float* normal = normal_ + (alone ? thread * n * hidden : 0);
         float* sums = sums_ + (alone ? thread * n * widest_ : 0);
         auto one = [&](int64_t token) {
-            const float* state = pass_.state + (chosen == nullptr ? token : chosen[token]) * hidden;
+            const float* state = states + (chosen == nullptr ? token : chosen[token]) * hidden;
             float* to = normal + token * hidden;
             F squares[2] = {F{}, F{}};
             int64_t k = 0;
@@ -616,8 +630,7 @@ class Decoding {
         return {normal, hidden, sums, widest_};
     }
 
-    Vectors as_they_are(int64_t thread, const float* x, int64_t stride, bool sums_too) {
-        const int64_t n = pass_.tokens;
+    Vectors as_they_are(int64_t thread, const float* x, int64_t stride, bool sums_too, int64_t n) {
         const bool alone = n <= FEW;
         float* sums = sums_ + (alone ? thread * n * widest_ : 0);
         auto one = [&](int64_t token) { add_up(x + token * stride, stride, sums + token * widest_); };
@@ -646,19 +659,19 @@ class Decoding {
         });
     }
 
-    void add_product(int64_t thread, const Matrix& matrix, const float* from, int64_t stride) {
-        Vectors x = as_they_are(thread, from, stride, is_packed(matrix));
+    void add_product(int64_t thread, const Matrix& matrix, const float* from, int64_t stride, float* state, int64_t n) {
+        Vectors x = as_they_are(thread, from, stride, is_packed(matrix), n);
         const Matrix* const one[1] = {&matrix};
-        products<1>(one, x, pass_.tokens, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
-            float* to = pass_.state + token * model_.hidden + row;
+        products<1>(one, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            float* to = state + token * model_.hidden + row;
             for (int64_t i = 0; i < count; ++i) to[i] += values[i];
         });
     }
 
-    void gate(const Matrix& gates, const Matrix& lifts, const Vectors& x) {
+    void gate(const Matrix& gates, const Matrix& lifts, const Vectors& x, int64_t n) {
         team_.share(groups(gates), [&](int64_t piece) {
             const int64_t row = piece * LANES, count = std::min<int64_t>(LANES, gates.rows - row);
-            in_tiles(pass_.tokens, [&](int64_t token, auto tile) {
+            in_tiles(n, [&](int64_t token, auto tile) {
                 F open[tile.size], lifted[tile.size];
                 group_product<tile.size>(gates, piece, x, token, open);
                 group_product<tile.size>(lifts, piece, x, token, lifted);
@@ -698,6 +711,20 @@ class Decoding {
     static float single(float value) { return value; }
     static float single(uint16_t value) { return from_bfloat16(value); }
 
+    struct Stretch {
+        int64_t start, step, count;
+    };
+
+    // Where a head's keys of the columns from `first` on lie, as far as they lie at equal distances.
+    Stretch stretch(int64_t index, int64_t token, int64_t first, int64_t last, int64_t head) const {
+        const int64_t size = model_.head_size, heads = model_.key_value_heads, row = pass_.row[token];
+        if (pass_.table == nullptr)
+            return {((first * pass_.batch + row) * heads + head) * size, pass_.batch * heads * size, last - first + 1};
+        const int64_t* blocks = pass_.table + (index * pass_.batch + row) * pass_.most;
+        const int64_t within = first % pass_.block, place = blocks[first / pass_.block] * pass_.block + within;
+        return {(place * heads + head) * size, heads * size, std::min(last - first + 1, pass_.block - within)};
+    }
+
     // Attention of one head of one token, over what its layer sees and nothing else.
     template <class Kept>
     void look(int64_t thread, int64_t index, int64_t token, int64_t head) {
@@ -705,20 +732,21 @@ class Decoding {
         const int64_t last = pass_.column[token], window = model_.layer[index].window;
         const int64_t first = std::max(pass_.first[token], window > 0 ? last - window + 1 : 0);
         const int64_t shared = head / (model_.heads / model_.key_value_heads);
-        const int64_t stride = pass_.batch * model_.key_value_heads * size;
-        const int64_t start = (pass_.row[token] * model_.key_value_heads + shared) * size;
-        const Kept* keys = static_cast<const Kept*>(pass_.keys[index]) + start;
-        const Kept* values = static_cast<const Kept*>(pass_.values[index]) + start;
+        const Kept* keys = static_cast<const Kept*>(pass_.keys[index]);
+        const Kept* values = static_cast<const Kept*>(pass_.values[index]);
         const float* query = query_ + token * heads_size_ + head * size;
         float* scores = scores_ + thread * longest_;
         const int64_t count = last - first + 1, padded = (count + LANES - 1) / LANES * LANES;
-        for (int64_t c = 0; c < count; ++c) {
-            const Kept* key = keys + (first + c) * stride;
-            F products = F{};
-            for (int64_t i = 0; i < whole; i += LANES) products += load<F>(query + i) * wide(key + i);
-            float score = sum(products);
-            for (int64_t i = whole; i < size; ++i) score += query[i] * single(key[i]);
-            scores[c] = score * model_.scale;
+        for (int64_t c = 0; c < count;) {
+            const Stretch at = stretch(index, token, first + c, last, shared);
+            const Kept* key = keys + at.start;
+            for (int64_t end = c + at.count; c < end; ++c, key += at.step) {
+                F products = F{};
+                for (int64_t i = 0; i < whole; i += LANES) products += load<F>(query + i) * wide(key + i);
+                float score = sum(products);
+                for (int64_t i = whole; i < size; ++i) score += query[i] * single(key[i]);
+                scores[c] = score * model_.scale;
+            }
         }
         for (int64_t c = count; c < padded; ++c) scores[c] = -1e30f;
         float highest = scores[0];
@@ -731,23 +759,30 @@ class Decoding {
         }
         const float share = 1.0f / sum(total);
         float* out = attended_ + token * heads_size_ + head * size;
+        const auto at = [&](int64_t c) { return stretch(index, token, first + c, last, shared); };
         int64_t i = 0;
-        for (; i + 4 * LANES <= size; i += 4 * LANES) mix<4>(values + i, first, count, stride, scores, share, out + i);
-        for (; i + LANES <= size; i += LANES) mix<1>(values + i, first, count, stride, scores, share, out + i);
+        for (; i + 4 * LANES <= size; i += 4 * LANES) mix<4>(values + i, at, count, scores, share, out + i);
+        for (; i + LANES <= size; i += LANES) mix<1>(values + i, at, count, scores, share, out + i);
         for (; i < size; ++i) {
             float mixed = 0;
-            for (int64_t c = 0; c < count; ++c) mixed += scores[c] * single(values[(first + c) * stride + i]);
+            for (int64_t c = 0; c < count;) {
+                const Stretch here = at(c);
+                for (int64_t k = 0; k < here.count; ++k, ++c) mixed += scores[c] * single(values[here.start + k * here.step + i]);
+            }
             out[i] = mixed * share;
         }
     }
 
-    template <int WIDTH, class Kept>
-    static void mix(const Kept* values, int64_t first, int64_t count, int64_t stride, const float* scores, float share,
-                    float* out) {
+    template <int WIDTH, class Kept, class At>
+    static void mix(const Kept* values, At at, int64_t count, const float* scores, float share, float* out) {
         F mixed[WIDTH];
         for (int w = 0; w < WIDTH; ++w) mixed[w] = F{};
-        for (int64_t c = 0; c < count; ++c)
-            for (int w = 0; w < WIDTH; ++w) mixed[w] += wide(values + (first + c) * stride + w * LANES) * scores[c];
+        for (int64_t c = 0; c < count;) {
+            const Stretch here = at(c);
+            const Kept* value = values + here.start;
+            for (int64_t end = c + here.count; c < end; ++c, value += here.step)
+                for (int w = 0; w < WIDTH; ++w) mixed[w] += wide(value + w * LANES) * scores[c];
+        }
         for (int w = 0; w < WIDTH; ++w) {
             mixed[w] *= share;
             std::memcpy(out + w * LANES, &mixed[w], sizeof mixed[w]);

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int64, c_uint8, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from depthdecay.errors import one_line
@@ -51,6 +51,10 @@ class Map(Structure):
     _fields_ = [(name, Matrix) for name in ("down", "up", "gate", "lift", "out")]
 
 
+class Segment(Structure):
+    _fields_ = [("first", c_int64), ("count", c_int64), ("map", POINTER(POINTER(Map)))]
+
+
 class Model(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "heads", "key_value_heads", "head_size", "neurons", "layers")),
@@ -70,9 +74,13 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("cosine", "sine", "state")),
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
+        ("table", c_void_p),
+        ("most", c_int64),
+        ("block", c_int64),
         ("halves", c_int64),
-        ("runs", POINTER(c_uint8)),
-        ("map", POINTER(POINTER(Map))),
+        ("running", POINTER(c_int64)),
+        ("segment", POINTER(Segment)),
+        ("segments", c_int64),
         ("wanted", POINTER(c_int64)),
         ("logits_wanted", c_int64),
         ("logits", c_void_p),

@@ -265,6 +265,15 @@ class CpuStack(Stack):
     def for_batches(self) -> Stack:
         return super().for_batches() if self.rounded is None else RoundedStack.over(self, self.rounded)
 
+    @property
+    def weights(self) -> native.Model:
+        """What lies where, as the compiled pass takes it."""
+        return self._model
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.head.rows)
+
     def packed_matrix(self, name: str, packed: Packed, bias: int | None = None) -> native.Matrix:
         return native.Matrix(self._places[name].data_ptr(), bias, packed.rows, packed.columns, packed.kind)
 
@@ -284,18 +293,21 @@ class CpuStack(Stack):
     ) -> torch.Tensor:
         filled, (batch, length) = cache.clock.filled, ids.shape
         text = self._text_of(cache, batch)
-        runs, maps, needed = self._route_of(layer_pass)
+        maps, needed, runnings = self._route_of(layer_pass)
         room = min((text.rooms[layer] for layer in needed), default=filled + length)
         if filled + length > room:
             raise DepthDecayError(f"a layer was given position {filled + length}, but the plan left it room for {room}")
         rows, columns, firsts, kept = _tokens(batch, length, filled, mask)
         ids, positions = ids.reshape(-1), position_ids.expand(batch, length).reshape(-1)
         count = len(rows)
+        if count not in runnings:
+            numbers_by_layer = (count if layer in needed else 0 for layer in range(self.num_layers))
+            runnings[count] = (ctypes.c_int64 * self.num_layers)(*numbers_by_layer)
         if count < len(ids):
             chosen = torch.tensor(kept)
             ids, positions = ids[chosen], positions[chosen]
         state = nn.functional.embedding(ids, self.form.embedding.weight).float()
-        cosine, sine = self._angles_at(positions)
+        cosine, sine = self.angles_at(positions)
         # Of every text the last `keep` tokens; texts end in the same column.
         ends = [index for index in range(count) if columns[index] >= filled + length - keep]
         model = self._model if short is None else self._shortened(short)
@@ -313,8 +325,9 @@ class CpuStack(Stack):
             keys=text.keys,
             values=text.values,
             halves=text.halves,
-            runs=runs,
-            map=maps,
+            running=runnings[count],
+            segment=ctypes.pointer(native.Segment(0, count, maps)),
+            segments=1,
             wanted=(ctypes.c_int64 * len(ends))(*ends),
             logits_wanted=len(ends),
             logits=logits.data_ptr(),
@@ -347,22 +360,19 @@ class CpuStack(Stack):
         self._text = (cache, text)
         return text
 
-    def _route_of(self, layer_pass: LayerPass) -> tuple[Any, Any, list[int]]:
-        """Which layers run, and maps in the place of others; made once for each."""
+    def _route_of(self, layer_pass: LayerPass) -> tuple[Any, list[int], dict[int, Any]]:
+        """Maps in the place of layers, the layers that run, and how many tokens run each; made once for each."""
         repairs: Mapping[int, Any] = layer_pass.repairs
         key = (layer_pass.dropped, tuple((start, id(repair)) for start, repair in repairs.items()))
         if key not in self._maps:
             needed = [layer for layer in range(self.num_layers) if layer not in layer_pass.dropped]
-            runs = (ctypes.c_uint8 * self.num_layers)(*(layer in needed for layer in range(self.num_layers)))
-            maps = (ctypes.POINTER(native.Map) * self.num_layers)()
-            made = {start: _map(repair) for start, repair in repairs.items() if start in layer_pass.dropped}
-            for start, (structure, _) in made.items():
-                maps[start] = ctypes.pointer(structure)
-            self._maps[key] = (runs, maps, needed, made, dict(repairs))  # the last two keep alive what is pointed at
-        runs, maps, needed = self._maps[key][:3]
-        return runs, maps, needed
+            own = {start: repair for start, repair in repairs.items() if start in layer_pass.dropped}
+            maps, alive = made_maps(own, self.num_layers)
+            self._maps[key] = (maps, needed, {}, alive, dict(repairs))  # the last two keep alive what is pointed at
+        maps, needed, runnings = self._maps[key][:3]
+        return maps, needed, runnings
 
-    def _angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine by token, (tokens, head size), from a table that the model's own module fills."""
         last = int(positions.max()) if positions.numel() > 1 else int(positions)
         if self._angles is None or last >= self._angles[0].shape[0]:
@@ -480,6 +490,15 @@ def _map(repair: Repair) -> tuple[native.Map, list[torch.Tensor]]:
     if len(parts) == 6:
         found.gate, found.lift, found.out = (_float_matrix(part) for part in parts[3:])
     return found, [*parts, bias]
+
+
+def made_maps(repairs: Mapping[int, Any], layers: int) -> tuple[Any, Any]:
+    """Maps by layer as the compiled pass takes them, and what must live as long as they do."""
+    maps = (ctypes.POINTER(native.Map) * layers)()
+    made = {start: _map(repair) for start, repair in repairs.items()}
+    for start, (structure, _) in made.items():
+        maps[start] = ctypes.pointer(structure)
+    return maps, made
 
 
 def _in_huge_pages(data: torch.Tensor) -> torch.Tensor:
