@@ -443,8 +443,6 @@ def test_a_failing_pass_ends_only_its_own_request(engine: Engine, monkeypatch: p
             raise RuntimeError("a secret of ours")
         return forward(ids)
 
-    # A compiled pass does not ask the model's embedding.
-    monkeypatch.setattr("depthdecay.cpu.rows.CompiledRows.has_room", lambda self, tokens: False)
     good = {"prompt": "abc", "max_tokens": 60, "temperature": 0}
     with running(engine, BATCH) as server:
         expected = post(server, good).json()["choices"]
