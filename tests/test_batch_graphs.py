@@ -11,7 +11,9 @@ import pytest
 import torch
 from conftest import LAYERS, PROMPTS, tiny_model
 from test_batching import (
+    SHALLOW,
     SMALL,
+    Windows,
     assert_nothing_left,
     check_random_arrivals,
     random_repairs,
@@ -103,6 +105,18 @@ def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -
         check_random_arrivals(tiny_model(architecture), seed=1)
 
 
+def test_lossless_rows_draft_among_others(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification is some rows of the step, beside prompts that are read within it."""
+    model, windows = tiny_model(architecture), Windows(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        batcher = check_random_arrivals(model, seed=5, modes=("lossless", "lossless", "decay", "full"), windows=windows)
+        assert 0 < batcher.counters.accepted < batcher.counters.drafted
+        windows.texts.clear()
+        batcher = check_random_arrivals(model, seed=6, modes=("lossless", "lossless", "decay"), plans=[SHALLOW])
+    assert batcher.counters.drafted > 0
+
+
 def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so() -> None:
     model = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
@@ -122,9 +136,9 @@ def test_little_room_and_blocks_that_change_hands_change_no_token() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "gpt2"])
 def test_a_graph_step_is_the_eager_step(architecture: str) -> None:
-    """Rows of several depths, a prompt of several tokens among them, and more rows in each graph than it has."""
-    plan = Plan.decay(LAYERS, "0.93")
-    batcher = Batcher(Engine(tiny_model(architecture), None, plan, repairs=random_repairs(plan)), SMALL)
+    """Rows of several depths, a prompt and a verification among them, and more rows in each graph than it has."""
+    plan, settings = Plan.decay(LAYERS, "0.93"), BatchSettings(max_batch=5, prefill_tokens=6, cohort_seconds=0)
+    batcher = Batcher(Engine(tiny_model(architecture), None, plan, repairs=random_repairs(plan)), settings)
     for number, prompt in enumerate(PROMPTS):
         submit(batcher, prompt, 20, plan if number else None, "decay" if number else "full")
         for _ in range(4):
@@ -136,6 +150,9 @@ def test_a_graph_step_is_the_eager_step(architecture: str) -> None:
     slot = batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS])
     batcher.blocks.extend(slot, range(LAYERS), 20)
     parts.insert(0, Part(slot, 0, list(range(5, 25)), LAYERS, Plan.full(LAYERS)))
+    slot = batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS])
+    batcher.blocks.extend(slot, range(LAYERS), 20)
+    parts[:0] = [Part(slot, place, [30 + place], LAYERS, Plan.full(LAYERS)) for place in range(5)]  # of one text
     assert len({part.depth for part in parts}) > 2
     others = [(store.keys.clone(), store.values.clone()) for store in batcher.blocks.stores]
     logits, counts = steps.run(parts)

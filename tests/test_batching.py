@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import LAYERS, PROMPTS, VOCABULARY, tiny_model
+from saved_model import save_tiny_chat_model
 
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
 from depthdecay.batching.blocks import BLOCK, Blocks, Shape, Store
+from depthdecay.batching.drafting import BatchPace, RowDrafts
+from depthdecay.batching.ragged import Part
 from depthdecay.cli.options import DEFAULT_PLAN
+from depthdecay.engine import Result
 from depthdecay.ladder import runs_of
 from depthdecay.models import load
 from depthdecay.repairs import Repair, Repairs
 from depthdecay.request import PLAIN_GREEDY, prepare_request
+from depthdecay.windows import Drafter
 
 SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 
@@ -68,10 +74,16 @@ def assert_nothing_left(batcher: Batcher) -> None:
         assert sorted(store.free) == list(range(1, store.blocks + 1))
 
 
-def random_asks(generator: random.Random, count: int) -> list[dict[str, Any]]:
+MIXED = ("full", "decay", "decay", "lossless")
+DECAYS = [Plan.decay(LAYERS, alpha) for alpha in ("0.9", "0.95", "0.8")]
+
+
+def random_asks(
+    generator: random.Random, count: int, modes: Sequence[str] = MIXED, plans: Sequence[Plan] = DECAYS
+) -> list[dict[str, Any]]:
     asks = []
     for number in range(count):
-        mode = generator.choice(["full", "decay", "decay", "lossless"])
+        mode = generator.choice(modes)
         settings: dict[str, Any] = {}
         if generator.random() < 0.5:
             settings = {"temperature": generator.choice([0.8, 1.3]), "seed": number}
@@ -83,7 +95,7 @@ def random_asks(generator: random.Random, count: int) -> list[dict[str, Any]]:
             {
                 "prompt": [generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(1, 25))],
                 "tokens": generator.randrange(1, 30),
-                "plan": Plan.decay(LAYERS, generator.choice(["0.9", "0.95", "0.8"])) if mode == "decay" else None,
+                "plan": generator.choice(plans) if mode == "decay" else None,
                 "mode": mode,
                 **settings,
             }
@@ -101,13 +113,22 @@ def alone(model: Any, ask: dict[str, Any], repairs: Repairs | None) -> list[tupl
 
 
 def check_random_arrivals(
-    model: Any, seed: int, repairs: Repairs | None = None, settings: BatchSettings = SMALL
-) -> None:
+    model: Any,
+    seed: int,
+    repairs: Repairs | None = None,
+    settings: BatchSettings = SMALL,
+    *,
+    modes: Sequence[str] = MIXED,
+    plans: Sequence[Plan] = DECAYS,
+    windows: Windows | None = None,
+) -> Batcher:
     """Requests come at random steps, some are given up on the way; the others get what they get alone."""
     generator = random.Random(seed)
-    plan = Plan.decay(LAYERS, "0.9")
-    batcher = Batcher(Engine(model, None, plan, repairs=repairs), settings)
-    coming = random_asks(generator, 12)
+    batcher = Batcher(Engine(model, None, plans[0], repairs=repairs), settings)
+    coming = random_asks(generator, 12, modes, plans)
+    if windows is not None:
+        for ask in (ask for ask in coming if ask["mode"] == "lossless"):
+            windows.knows(ask["prompt"], [token for token, _ in alone(model, ask, repairs)])
     asked: dict[int, dict[str, Any]] = {}
     got: dict[int, list[tuple[int | None, int]]] = {}
     ended: set[int] = set()
@@ -128,7 +149,7 @@ def check_random_arrivals(
             got[update.id].append((update.token, update.depth))
             if update.result is not None:
                 assert update.finished
-                assert update.result.layers_executed == sum(update.result.depths)
+                check_account(update.result)
                 ended.add(update.id)
         usage = batcher.usage()
         assert usage.used <= usage.promised <= usage.total
@@ -137,6 +158,54 @@ def check_random_arrivals(
     for number in asked:
         expected = alone(model, asked[number], repairs)
         assert got[number] == (expected[: len(got[number])] if number in cancelled else expected)
+    return batcher
+
+
+def check_account(result: Result) -> None:
+    """What a result says it took: all that was drafted was verified, and every verification brought a token."""
+    if result.mode != "lossless":
+        assert result.layers_executed == sum(result.depths)
+        return
+    tokens = len(result.token_ids)
+    assert len(result.draft_depths) == tokens
+    assert result.draft_depths[0] is None
+    assert sum(source is not None for source in result.draft_depths) <= result.accepted <= result.drafted
+    assert 1 + result.verifications + result.accepted >= tokens
+    assert result.layers_executed >= LAYERS * (1 + result.verifications)
+
+
+class Windows:
+    """Windows of changing length instead of those that pay, and drafts that are right more often than not.
+
+    Random weights draft badly, and their texts repeat nothing: so lookup is told what full depth says, with mistakes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: list[list[int]] = []
+        self.lengths = itertools.cycle((1, 5, 3, 0, 7))
+        self.turns = itertools.count()
+        monkeypatch.setattr(Drafter, "window", lambda _: next(self.lengths))
+        monkeypatch.setattr(RowDrafts, "found", lambda drafts, longest: self.found(drafts, longest))
+
+    def knows(self, prompt: list[int], answer: list[int]) -> None:
+        self.texts.append(prompt + answer)
+
+    def found(self, drafts: RowDrafts, longest: int) -> list[int]:
+        turn = next(self.turns)
+        so_far = [] if drafts.text is None else drafts.text.text
+        for text in self.texts:
+            if so_far and text[: len(so_far)] == so_far and turn % 4:
+                tokens = text[len(so_far) : len(so_far) + longest]
+                if tokens and turn % 3 == 0:
+                    wrong = turn % len(tokens)
+                    tokens[wrong] = (tokens[wrong] + 1) % VOCABULARY
+                return tokens
+        return []
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> Windows:
+    return Windows(monkeypatch)
 
 
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
@@ -336,7 +405,9 @@ def test_another_ladder_and_criteria_are_refused() -> None:
     assert batcher.is_idle
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("prefill_tokens", -1), ("cohort_seconds", -1.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_batch", 0), ("prefill_tokens", -1), ("cohort_seconds", -1.0), ("draft_rows", 0)]
+)
 def test_settings_that_make_no_sense_are_refused(name: str, value: Any) -> None:
     with pytest.raises(DepthDecayError, match=name):
         BatchSettings(**{name: value})
@@ -348,6 +419,174 @@ def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
     assert_nothing_left(batcher)
     assert batcher.pace.lone_layer > 0
     assert batcher.counters.tokens == 0
+    assert set(batcher.drafting.pace.seconds) == {"verify 1", "verify 2", "verify 4", "verify 8", "verify 16"}
+
+
+# Lossless rows.
+
+SHALLOW = Plan.constant(LAYERS, LAYERS - 1, drop_order=[3])
+
+
+def test_lossless_rows_draft_among_others_and_say_what_full_depth_says(architecture: str, windows: Windows) -> None:
+    """Whoever drafts: the text before, beside rows of every mode, or layers, where nobody else goes deeper."""
+    model = tiny_model(architecture)
+    batcher = check_random_arrivals(model, seed=5, modes=("lossless", "lossless", "decay", "full"), windows=windows)
+    assert 0 < batcher.counters.accepted < batcher.counters.drafted
+    windows.texts.clear()
+    batcher = check_random_arrivals(model, seed=6, modes=("lossless", "lossless", "decay"), plans=[SHALLOW])
+    assert batcher.counters.drafted > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_share_repairs_and_little_room(seed: int, windows: Windows) -> None:
+    """What drafts hold was promised at admission: a window never reaches beyond the answer that was asked for."""
+    model = tiny_model()
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    settings = BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block)
+    repairs = random_repairs(DECAYS[0])
+    batcher = check_random_arrivals(
+        model, seed, repairs, settings, modes=("lossless", "lossless", "decay"), windows=windows
+    )
+    assert batcher.counters.drafted > 0
+
+
+def perfect_engine(tokenizer: Any = None, model: Any = None) -> Engine:
+    """Its shallow pass is the full one: layer 3 does nothing."""
+    model = tiny_model() if model is None else model
+    with torch.no_grad():
+        model.model.layers[3].self_attn.o_proj.weight.zero_()
+        model.model.layers[3].mlp.down_proj.weight.zero_()
+    return Engine(model, tokenizer, SHALLOW)
+
+
+def lossless_result(batcher: Batcher, prompt: Any, tokens: int, **settings: Any) -> Result:
+    batcher.submit(prepare_request(batcher.engine, [prompt], tokens, settings), None, "lossless")
+    (result,) = [update.result for update in run_dry(batcher) if update.result is not None]
+    assert_nothing_left(batcher)
+    return result
+
+
+def test_drafts_that_are_right_are_kept_and_counted(windows: Windows) -> None:
+    batcher = Batcher(perfect_engine(), SMALL)
+    result = lossless_result(batcher, PROMPTS[0], 40)
+    assert result.mode == "lossless"
+    assert result.acceptance == 1.0
+    assert result.accepted == result.drafted == batcher.counters.drafted == batcher.counters.accepted > 20
+    assert result.draft_depths.count(LAYERS - 1) == result.accepted
+    assert 1 + result.verifications + result.accepted == 40
+    assert result.layers_executed == (1 + result.verifications) * LAYERS + result.drafted * (LAYERS - 1)
+    # What ran is counted by row: every draft, and every token of a verification but the prompt's.
+    assert batcher.counters.layers_executed == result.drafted * (2 * LAYERS - 1) + result.verifications * LAYERS
+    assert batcher.counters.layers_executed == batcher.counters.layers_full
+
+
+def watched_parts(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Part]]:
+    """The passes that a batch runs from now on."""
+    passes: list[Sequence[Part]] = []
+    eager = batcher._eager_logits
+
+    def watched(parts: Sequence[Part]) -> Any:
+        passes.append(parts)
+        return eager(parts)
+
+    monkeypatch.setattr(batcher, "_eager_logits", watched)
+    return passes
+
+
+def test_rows_draft_in_the_same_steps_and_never_beside_full_depth(
+    windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = Batcher(perfect_engine(), BatchSettings(max_batch=4, cohort_seconds=0, draft_rows=64))
+    passes = watched_parts(batcher, monkeypatch)
+    for prompt in PROMPTS:
+        submit(batcher, prompt, 30, mode="lossless")
+    list(run_dry(batcher))
+    drafted = batcher.counters.drafted
+    assert drafted > 0
+    assert all(len({part.depth for part in parts}) == 1 for parts in passes)
+    submit(batcher, PROMPTS[0], 12)
+    submit(batcher, PROMPTS[1], 10, mode="lossless")
+    list(run_dry(batcher))
+    assert batcher.counters.drafted == drafted  # a layer that runs for one row costs the same for two
+
+
+def test_an_answer_that_ends_inside_a_window_ends_where_full_depth_ends(tmp_path: Path, windows: Windows) -> None:
+    loaded = load(save_tiny_chat_model(tmp_path), device="cpu")
+    engine = perfect_engine(loaded.tokenizer, loaded.model)
+    settings: dict[str, Any] = {"temperature": 0, "chat": False}
+    free = engine.generate(["abc"], 40, mode="full", eos_token_id=-1, **settings)[0]
+    batcher = Batcher(engine, SMALL)
+    for place in (2, 9, 10, 11, 12, 13):
+        for ending in ({"eos_token_id": free.token_ids[place]}, {"stop": free.text[place : place + 2] or "x"}):
+            full = engine.generate(["abc"], 40, mode="full", **ending, **settings)[0]
+            result = lossless_result(batcher, "abc", 40, **ending, **settings)
+            assert (result.token_ids, result.text) == (full.token_ids, full.text)
+            assert result.finish_reason == full.finish_reason
+            check_account(result)
+    for tokens in (1, 2, 3, 17):
+        result = lossless_result(batcher, "abc", tokens, eos_token_id=-1, **settings)
+        assert result.token_ids == free.token_ids[:tokens]
+        assert result.finish_reason == "length"
+    assert batcher.counters.accepted > 0
+
+
+def test_a_row_may_go_in_the_middle_of_a_window(windows: Windows) -> None:
+    batcher = Batcher(perfect_engine(), SMALL)
+    stays, goes = (submit(batcher, prompt, 30, mode="lossless") for prompt in PROMPTS[:2])
+    got = []
+    while not all(row.drafts is not None and len(row.drafts.tokens) > 1 for row in batcher.rows) or not batcher.rows:
+        got += [update.token for update in batcher.step() if update.id == stays]
+    assert batcher.cancel(goes)
+    got += [update.token for update in run_dry(batcher)]
+    assert got == batcher.engine.generate(PROMPTS[:1], 30, mode="full")[0].token_ids
+    assert_nothing_left(batcher)
+
+
+def test_a_step_never_has_more_rows_than_drafts_may_fill(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher = Batcher(perfect_engine(), BatchSettings(max_batch=4, cohort_seconds=0, draft_rows=6))
+    passes = watched_parts(batcher, monkeypatch)
+    for prompt in ([5, 6, 7], [44, 6, 90], [13, 28, 55]):
+        answer = batcher.engine.generate([prompt], 30, mode="full")[0].token_ids
+        windows.knows(prompt, answer)
+        submit(batcher, prompt, 30, mode="lossless")
+        for _ in range(4):
+            batcher.step()
+    list(run_dry(batcher))
+    assert max(len(parts) for parts in passes if parts[0].length >= 3) == 6
+    assert batcher.counters.accepted > 0
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"logprobs": 2}])
+def test_what_reads_the_text_or_tells_of_every_token_goes_token_by_token(settings: Any, windows: Windows) -> None:
+    batcher = Batcher(perfect_engine(), SMALL)
+    submit(batcher, PROMPTS[0], 12, mode="lossless", **settings)
+    (result,) = [update.result for update in run_dry(batcher) if update.result is not None]
+    assert (result.drafted, result.verifications) == (0, 11)
+    assert result.layer_speedup == 1.0
+
+
+def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> None:
+    """By the measured time of steps, which all rows wait for."""
+    free, dear = BatchPace(), BatchPace()
+    for rows in range(1, 20):
+        free.takes(f"verify {rows}", 1.0)
+        dear.takes(f"verify {rows}", float(rows))
+    for rows in (1, 4):
+        assert Drafter(free.charged(rows), prior=0.6).best_rate > 1.5
+        assert Drafter(dear.charged(rows), prior=0.9).best_rate == 1.0
+    some = BatchPace()
+    for rows in range(1, 20):
+        some.takes(f"verify {rows}", 1 + 0.1 * rows)
+    rates = [Drafter(some.charged(rows), prior=0.6).best_rate for rows in (1, 4, 16)]
+    assert rates == sorted(rates, reverse=True)
+    for _ in range(3):
+        free.saw_step(4, 1.0)
+    free.saw_step(5, 1000.0)  # something was loaded on the way
+    assert free.verify(5) < 1.5
+    for seconds in (0.01, 0.02, 0.05, 0.04):  # a machine whose speed changes, not what rows cost
+        for rows in (4, 4, 4, 4, 6, 4):
+            some.saw_step(rows, seconds * (1 + 0.1 * rows))
+    assert some.verify(6) / some.verify(4) == pytest.approx(1.6 / 1.4, rel=0.15)
 
 
 def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
@@ -356,7 +595,7 @@ def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
     engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
     batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
     questions = ["Why is the sky blue?", "Name three colours of the rainbow and say why.", "What is bread made of?"]
-    asks = [(question, mode) for question in questions for mode in ("decay", "full")]
+    asks = [(question, mode) for question in questions for mode in ("decay", "full", "lossless")]
     got: dict[int, list[int | None]] = {}
     for question, mode in asks:
         (number,) = batcher.submit(prepare_request(engine, [question], 48, PLAIN_GREEDY), None, mode)
@@ -366,5 +605,6 @@ def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
     for update in run_dry(batcher):
         got[update.id].append(update.token)
     for (question, mode), tokens in zip(asks, got.values(), strict=True):
-        assert tokens == engine.generate([question], 48, mode=mode, **PLAIN_GREEDY)[0].token_ids
+        expected = engine.generate([question], 48, mode="decay" if mode == "decay" else "full", **PLAIN_GREEDY)[0]
+        assert tokens == expected.token_ids
     assert_nothing_left(batcher)

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, PROMPTS, tiny_model
-from test_batching import SMALL, alone, check_random_arrivals, random_asks, random_repairs, run_dry, submit
+from test_batching import (
+    SHALLOW,
+    SMALL,
+    Windows,
+    alone,
+    check_random_arrivals,
+    random_asks,
+    random_repairs,
+    run_dry,
+    submit,
+)
 
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
@@ -34,6 +44,16 @@ def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot run as CUDA graphs")
         check_random_arrivals(on_gpu(architecture), seed=1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_lossless_rows_draft_among_others(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = on_gpu(architecture), Windows(monkeypatch)
+    batcher = check_random_arrivals(model, seed=5, modes=("lossless", "lossless", "decay", "full"), windows=windows)
+    assert 0 < batcher.counters.accepted < batcher.counters.drafted
+    windows.texts.clear()
+    batcher = check_random_arrivals(model, seed=6, modes=("lossless", "lossless", "decay"), plans=[SHALLOW])
+    assert batcher.counters.drafted > 0
 
 
 def test_rows_of_one_depth_share_their_own_repairs() -> None:

@@ -33,9 +33,11 @@ from typer.testing import CliRunner  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine, Plan  # noqa: E402
 from depthdecay.batching import BatchSettings  # noqa: E402
+from depthdecay.batching.drafting import RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
+from depthdecay.windows import Drafter  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
 
@@ -165,10 +167,45 @@ def test_modes(server: Running, engine: Engine) -> None:
         ).json()
         assert answer["choices"][0]["text"] == full.text
         assert answer["depth_decay"]["mode"] == mode
-        assert answer["depth_decay"]["layer_speedup"] == 1.0
-    assert answer["depth_decay"]["ran_as"] == "full"
+        assert mode == "lossless" or answer["depth_decay"]["layer_speedup"] == 1.0
     asked = {"prompt": "abc", "max_tokens": 40, "depth_decay": {"speedup": 1.25, "over_tokens": 40}}
     assert post(server, asked).json()["depth_decay"]["layer_speedup"] >= 1.25
+
+
+def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = engine.generate(["abcabc"], 24, mode="full", chat=False, temperature=0)[0]
+    text = engine.tokenizer("abcabc", add_special_tokens=False).input_ids + full.token_ids
+
+    def found(self: RowDrafts, longest: int) -> list[int]:
+        if self.text is None:
+            return []
+        return text[len(self.text.text) : len(self.text.text) + longest]
+
+    monkeypatch.setattr(RowDrafts, "found", found)
+    monkeypatch.setattr(Drafter, "window", lambda _: 4)
+    monkeypatch.setattr(Drafter, "best_rate", property(lambda drafter: 1.0 if drafter.depth else 2.0))
+    ask = {"prompt": "abcabc", "max_tokens": 24, "temperature": 0, "depth_decay": {"mode": "lossless"}}
+    with running(engine, BATCH) as server:
+        whole = post(server, ask).json()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**ask, "stream": True}, timeout=PATIENCE
+        ) as response:
+            last = json.loads(events_of(response)[-2])["depth_decay"]
+        told = httpx.get(f"{server.url}/metrics").text
+        plain = post(server, {**ask, "logprobs": 0}).json()["depth_decay"]
+    assert whole["choices"][0]["text"] == full.text
+    for account in (whole["depth_decay"], last):
+        assert account["drafted"] == account["accepted"] > 0
+        assert account["acceptance"] == 1.0
+        assert 1 + account["verifications"] + account["accepted"] == 24
+        assert account["layer_speedup"] > 1.0
+        assert "ran_as" not in account
+    drafted = float(whole["depth_decay"]["drafted"] + last["drafted"])
+    assert f"depthdecay_drafted_tokens_total {drafted}" in told
+    assert f"depthdecay_accepted_tokens_total {drafted}" in told
+    assert (plain["ran_as"], plain["drafted"], plain["acceptance"]) == ("full", 0, None)
 
 
 def test_models(client: Any) -> None:

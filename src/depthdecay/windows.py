@@ -71,6 +71,7 @@ class Pace:
 
     seconds: dict[str, float] = field(default_factory=dict)
     _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # until something is timed
+    _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
 
     def saw(self, kind: str, seconds: float) -> None:
         before = self.seconds.get(kind)
@@ -79,6 +80,7 @@ class Pace:
     def takes(self, kind: str, seconds: float) -> None:
         self.seconds[kind] = seconds
         self._costs.clear()
+        self._verify.clear()
 
     def costs(self, share: float, depth: int = 0) -> StepCosts:
         """In full-depth steps; what has not been timed yet is taken from the share of bytes that it reads.
@@ -87,12 +89,18 @@ class Pace:
         """
         if (share, depth) not in self._costs:
             step, draft = self.seconds.get("verify 1"), self.seconds.get(f"draft {depth}")
-            verify = [0.0, *(self._verify(tokens) for tokens in range(1, LONGEST + 2))]
+            verify = [0.0, *(self.verify(tokens) for tokens in range(1, LONGEST + 2))]
             cost = share if draft is None or step is None else draft / step
             self._costs[share, depth] = StepCosts(cost, verify.__getitem__)
         return self._costs[share, depth]
 
-    def _verify(self, tokens: int) -> float:
+    def verify(self, tokens: int) -> float:
+        """Of one pass over so many tokens, in full-depth steps."""
+        if tokens not in self._verify:
+            self._verify[tokens] = self._estimate(tokens)
+        return self._verify[tokens]
+
+    def _estimate(self, tokens: int) -> float:
         step = self.seconds.get("verify 1")
         known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
         if step is None or not known or tokens == 1:

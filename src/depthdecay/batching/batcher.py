@@ -22,7 +22,9 @@ from ..request import PLAIN_GREEDY, Request, prepare_request
 from ..sampling import Sampler, sequence_keys
 from ..stack import require_eval
 from .blocks import Blocks, Usage, blocks_for
-from .picking import Logprobs, logprobs_of, pick_tokens, rows_of
+from .drafting import BatchDrafting, RowDrafts
+from .entry import Entry
+from .picking import Logprobs, alike, logprobs_of, pick_tokens, rows_of
 from .ragged import Part, RaggedCache, run_ragged, shapes_of
 from .steps import PROMPT_ROWS, GraphSteps, NotCapturable
 
@@ -38,53 +40,15 @@ class BatchSettings:
     cohort_seconds: float = 0.02  # the longest that a request waits for others of its age
     cache_bytes: int | None = None  # for keys and values; None: for max_batch texts, within half of what is free
     max_positions: int | None = None  # longest text, prompt and answer; None: the model's context
+    draft_rows: int = 16  # lossless rows draft while a step has no more rows than this, drafts counted
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "prefill_tokens", "cache_bytes", "max_positions"):
+        for name in ("max_batch", "prefill_tokens", "cache_bytes", "max_positions", "draft_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DepthDecayError(f"{name} is {value}; expected a whole number of at least 1")
         if not 0 <= self.cohort_seconds <= 60:
             raise DepthDecayError(f"cohort_seconds is {self.cohort_seconds}; expected seconds from 0 to 60")
-
-
-@dataclass(eq=False)
-class Entry:
-    """One answer in the making. `row` takes its tokens; `slot` is its place among the blocks once it was admitted."""
-
-    id: int
-    prompt: list[int]
-    plan: Plan
-    row: Row
-    sampler: Sampler
-    new_tokens: int
-    logprobs: int | None
-    depths: tuple[int, ...]  # of every token
-    needs: dict[int, list[int]]  # blocks of each kind, from where it comes to a depth to its end
-    submitted: float
-    slot: int = -1
-    length: int = 0  # positions read so far
-    share: int = 0  # of its prompt's tokens, how many its next pass reads at most
-    first_token: float | None = None
-
-    @property
-    def index(self) -> int:
-        """Of the token that its next pass produces."""
-        return len(self.row.result.token_ids)
-
-    @property
-    def depth(self) -> int:
-        """Of its next pass; the prompt's are always full."""
-        return self.plan.num_layers if self.in_prompt else self.depths[self.index]
-
-    @property
-    def in_prompt(self) -> bool:
-        return self.length < len(self.prompt)
-
-    def next_tokens(self) -> list[int]:
-        if self.in_prompt:
-            return self.prompt[self.length : self.length + self.share]
-        return self.row.result.token_ids[-1:]
 
 
 @dataclass(frozen=True)
@@ -109,8 +73,10 @@ class Counters:
     prompt_tokens: int = 0
     tokens: int = 0
     layers_executed: int = 0  # layers times rows of decoding passes
-    layers_full: int = 0  # the same at full depth
+    layers_full: int = 0  # the same at full depth; of lossless rows, drafts and all, what they ran
     layer_passes: int = 0  # layers of decoding passes, however many rows each had
+    drafted: int = 0  # tokens that verifications judged
+    accepted: int = 0
     errors: int = 0
 
 
@@ -157,6 +123,7 @@ class Batcher:
         self.steps: GraphSteps | None = None  # on CUDA, until something cannot be captured
         if engine.uses_graphs:
             self.steps = self._new_steps(compile=engine.compiled is not None)
+        self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
         self._is_compared = False  # graphs have been held against an eager pass
         self.compiled_rows = self._new_compiled_rows()
         self.waiting: deque[Entry] = deque()
@@ -190,11 +157,34 @@ class Batcher:
                     raise update.error
             seconds = time.perf_counter() - started
         self.counters, self.pace = Counters(), Pace(lone_layer=seconds / self.stack.num_layers)
+        self._time_rows()
+
+    def _time_rows(self) -> None:
+        """What a step takes by its number of rows: 1, 2, 4, … of one text, as drafts are."""
+        pace, rows, one = self.drafting.pace, 1, 0.0
+        while rows <= min(self.settings.draft_rows, self.max_positions):
+            needs = _all_of(self.blocks.needs(self.engine.full_plan, rows, 1))
+            if not self.blocks.can_hold(needs):
+                break
+            slot = self.blocks.enter(needs)
+            self.blocks.extend(slot, range(self.stack.num_layers), rows)
+            parts = [Part(slot, place, [0], self.stack.num_layers, self.engine.full_plan) for place in range(rows)]
+            times = []
+            for _ in range(3):  # the first may load something
+                started = time.perf_counter()
+                logits, _ = self._graph_logits(parts) or self._eager_logits(parts)
+                logits.argmax(-1).tolist()
+                times.append(time.perf_counter() - started)
+            self.blocks.leave(slot)
+            one = one or min(times)
+            pace.takes(f"verify {rows}", min(times) / one)
+            rows *= 2
+        pace.unit = one
 
     def submit(
         self, request: Request, plan: Plan | None = None, mode: str = "full", *, logprobs: int | None = None
     ) -> list[int]:
-        """Let a request wait for its place: an id for each of its prompts. Mode lossless runs at full depth here."""
+        """Let a request wait for its place: an id for each of its prompts."""
         plan = self._plan_for(plan, mode)
         if request.stopping_criteria:
             raise DepthDecayError("stopping_criteria are not asked within a batch; use Engine.generate with them")
@@ -205,7 +195,7 @@ class Batcher:
             result = Result(
                 num_layers=self.stack.num_layers,
                 prompt_tokens=len(prompt),
-                mode="decay" if mode == "decay" else "full",
+                mode=mode,
                 seed=request.seed,
             )
             sampler = Sampler(
@@ -217,6 +207,8 @@ class Batcher:
                 max_new_tokens=request.max_new_tokens,
             )
             row = Row(result, self.engine.tokenizer, request)
+            # What looks at the text so far, or is told of every token, goes token by token.
+            can_draft = logprobs is None and alike(sampler) is not None
             sequences.append(
                 Entry(
                     id=next(self._ids),
@@ -229,6 +221,7 @@ class Batcher:
                     depths=plan.depths(request.max_new_tokens),
                     needs=needs,
                     submitted=self.clock(),
+                    drafts=RowDrafts(prompt, request, can_draft) if mode == "lossless" else None,
                 )
             )
         self.waiting.extend(sequences)
@@ -286,7 +279,7 @@ class Batcher:
         return self.blocks.usage([sequence.length for sequence in self.rows])
 
     def step(self) -> list[Update]:
-        """Admit, read a piece of the prompts, then one token for every row that decodes."""
+        """Admit, read a piece of the prompts, then one pass for all that decode: a token each, a draft, or several."""
         self._admit()
         updates: list[Update] = []
         within = self._within_step()
@@ -294,11 +287,18 @@ class Batcher:
             reading = self._chunk()
             if reading:
                 updates += self._pass(reading)
-        rows = sorted([*within, *(row for row in self.rows if not row.in_prompt)], key=lambda row: -row.depth)
+        decoding = [row for row in self.rows if not row.in_prompt]
+        self._draft(decoding, within)
+        rows = sorted([*within, *decoding], key=lambda row: -row.pass_depth)
         if rows:
+            wide = sum(len(row.next_tokens()) for row in rows)
+            is_full = not within and rows[-1].pass_depth == self.stack.num_layers
             started = time.perf_counter()
             updates += self._pass(rows)
-            self.pace.saw(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.pace.saw(seconds)
+            if is_full and wide <= self.settings.draft_rows:
+                self.drafting.pace.saw_step(wide, seconds)
         self.counters.steps += 1
         return updates
 
@@ -326,6 +326,13 @@ class Batcher:
         idle = self.stack.num_layers - max(row.depth for row in self.rows)
         share = min(1.0, idle * self.pace.lone_layer / self.pace.step)
         return share * len(self.rows) > len(self.waiting)
+
+    def _draft(self, decoding: Sequence[Entry], within: Sequence[Entry]) -> None:
+        """Let lossless rows draft as far as the step has room for it."""
+        room = self.settings.draft_rows
+        if self.steps is not None:
+            room = min(room, self.steps.rows - sum(row.share for row in within))
+        self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
     def _within_step(self) -> list[Entry]:
         """Rows whose prompts are read on within the step, where that runs as graphs and they are not much to read."""
@@ -375,20 +382,25 @@ class Batcher:
         return self._taken(rows, logits)
 
     def _run(self, rows: Sequence[Entry]) -> torch.Tensor:
-        parts = []
+        parts: list[Part] = []
+        full = 0  # layers that decoding at full depth would run
+        layers = self.stack.num_layers
         for row in rows:
-            tokens = row.next_tokens()
-            end = row.length + len(tokens)
-            if blocks_for(end) > blocks_for(row.length):
-                self.blocks.extend(row.slot, row.plan.layers(row.depth), end)
-            parts.append(Part(row.slot, row.length, tokens, row.depth, row.plan))
+            tokens, depth, start = row.next_tokens(), row.pass_depth, row.length + row.ahead
+            plan = self.engine.drafting_plan if row.is_drafting else row.plan
+            if blocks_for(start + len(tokens)) > blocks_for(row.length):
+                self.blocks.extend(row.slot, plan.layers(depth), start + len(tokens))
+            if row.in_prompt:
+                parts.append(Part(row.slot, start, tokens, depth, plan))
+                continue
+            # Every token is a row of its own: each has something to say, and no other row gets wider.
+            parts += [Part(row.slot, start + place, [token], depth, plan) for place, token in enumerate(tokens)]
+            full += layers if row.drafts is None else depth * len(tokens)
         logits, counts = self._compiled_logits(parts) or self._graph_logits(parts) or self._eager_logits(parts)
-        decoding = sum(not row.in_prompt for row in rows)
-        if decoding:
-            in_prompts = sum(len(part.tokens) for part in parts) - decoding  # tokens that run every layer
-            layers = self.stack.num_layers
+        if full:
+            in_prompts = sum(len(row.next_tokens()) for row in rows if row.in_prompt)  # tokens that run every layer
             self.counters.layers_executed += sum(counts) - layers * in_prompts
-            self.counters.layers_full += layers * decoding
+            self.counters.layers_full += full
             self.counters.layer_passes += sum(count > 0 for count in counts)
         return logits
 
@@ -433,39 +445,69 @@ class Batcher:
 
     def _taken(self, rows: Sequence[Entry], logits: torch.Tensor) -> list[Update]:
         """Move the rows on, and hand out the tokens of those that have read their prompts."""
-        depths = [row.depth for row in rows]
+        speaking: list[tuple[Entry, int, range]] = []  # with the depth and the places of what the pass said of each
+        behind = 0
         for row in rows:
-            count = len(row.next_tokens())
-            self.counters.prompt_tokens += count if row.in_prompt else 0
-            row.length += count
-        ready = [place for place, row in enumerate(rows) if not row.in_prompt]
-        if not ready:
+            tokens, depth = row.next_tokens(), row.pass_depth
+            places = range(behind, behind + (1 if row.in_prompt else len(tokens)))
+            behind = places.stop
+            if row.in_prompt:
+                self.counters.prompt_tokens += len(tokens)
+                row.length += len(tokens)
+            elif not row.is_drafting:
+                row.length += 1  # and by every draft that turns out right
+            if not row.in_prompt:
+                speaking.append((row, depth, places))
+        if not speaking:
             return []
-        speaking = [rows[place] for place in ready]
-        said = rows_of(logits, ready)
-        tokens = self._picked(speaking, said)
-        updates = []
-        for place, row, token in zip(range(len(ready)), speaking, tokens, strict=True):
-            if isinstance(token, Exception):
-                updates.append(self._failed(row, token))
-                continue
-            try:
-                updates.append(self._told(row, token, depths[ready[place]], said[place]))
-            except Exception as error:  # a tokenizer that cannot decode, for one: this row's own trouble
-                updates.append(self._failed(row, error))
+        said = rows_of(logits, [place for _, _, places in speaking for place in places])
+        asked = [(row, row.index + row.ahead + place) for row, _, places in speaking for place in range(len(places))]
+        picked = iter(self._picked(asked, said))
+        updates, behind = [], 0
+        for row, depth, places in speaking:
+            tokens_or_errors = [next(picked) for _ in places]
+            updates += self._spoken(row, tokens_or_errors, depth, said[behind])
+            behind += len(places)
         return updates
 
-    def _picked(self, rows: Sequence[Entry], logits: torch.Tensor) -> list[int | Exception]:
+    def _picked(self, asked: Sequence[tuple[Entry, int]], logits: torch.Tensor) -> list[int | Exception]:
+        """The token with this index of each row."""
+        samplers, indices = [row.sampler for row, _ in asked], [index for _, index in asked]
         try:
-            return list(pick_tokens([row.sampler for row in rows], [row.index for row in rows], logits))
+            return list(pick_tokens(samplers, indices, logits))
         except Exception:
             tokens: list[int | Exception] = []
-            for place, row in enumerate(rows):
+            for place in range(len(asked)):
                 try:
-                    tokens += pick_tokens([row.sampler], [row.index], logits[place : place + 1])
+                    tokens += pick_tokens([samplers[place]], [indices[place]], logits[place : place + 1])
                 except Exception as error:
                     tokens.append(error)
             return tokens
+
+    def _spoken(self, row: Entry, picked: Sequence[int | Exception], depth: int, logits: torch.Tensor) -> list[Update]:
+        """A draft is kept for its verification; of all else the tokens that are right are told."""
+        tokens = [token for token in picked if not isinstance(token, Exception)]
+        errors = [error for error in picked if isinstance(error, Exception)]
+        if errors:
+            return [self._failed(row, errors[0])]
+        if row.is_drafting and row.drafts is not None:
+            row.drafts.tokens += tokens
+            row.row.result.layer_passes += depth
+            return []
+        self.counters.drafted += len(tokens) - 1
+        updates: list[Update] = []
+        try:
+            sources = row.keep(tokens)
+            self.counters.accepted += len(sources) - 1
+            for token, source in zip(tokens, sources, strict=False):
+                if row.drafts is not None:
+                    row.row.result.draft_depths.append(source)
+                updates.append(self._told(row, token, depth, logits))
+                if row.row.finished:
+                    break
+        except Exception as error:  # a tokenizer that cannot decode, for one: this row's own trouble
+            updates.append(self._failed(row, error))
+        return updates
 
     def _told(self, row: Entry, token: int, depth: int, logits: torch.Tensor) -> Update:
         logprobs = None if row.logprobs is None else logprobs_of(logits, token, row.logprobs)

@@ -66,6 +66,13 @@ def serve(
     max_positions: Annotated[
         int | None, typer.Option(help="Longest prompt and answer; else the model's.", rich_help_panel=_LIMITS)
     ] = None,
+    draft_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Lossless requests draft up to so many rows in a step, drafts counted; else 16, on CUDA 64. 1: never.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     max_body_kb: Annotated[int, typer.Option(help="Largest request.", rich_help_panel=_LIMITS)] = 1024,
     timeout: Annotated[float, typer.Option(help="Seconds for one request.", rich_help_panel=_LIMITS)] = 600.0,
     grace: Annotated[int, typer.Option(help="Seconds to finish in after SIGTERM.", rich_help_panel=_LIMITS)] = 60,
@@ -110,6 +117,7 @@ def serve(
         cohort_seconds=cohort_ms / 1000,
         cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
         max_positions=max_positions,
+        draft_rows=(64 if engine.device.type == "cuda" else 16) if draft_rows is None else draft_rows,
     )
     with working("making room for keys and values …"):
         worker = Worker(Batcher(engine, settings), max_waiting=max_waiting, timeout_seconds=timeout)

@@ -127,7 +127,11 @@ class Answer:
         }
 
     def depth_account(self, *, with_depths: bool = True) -> dict[str, Any]:
-        executed = sum(sum(choice.depths) for choice in self.choices.values())
+        results = [choice.result for choice in self.choices.values() if choice.result is not None]
+        if self.mode == "lossless" and len(results) == len(self.choices):
+            executed = sum(result.layers_executed for result in results)  # by pass: one may yield several tokens
+        else:
+            executed = sum(sum(choice.depths) for choice in self.choices.values())
         full = self.num_layers * sum(len(choice.depths) for choice in self.choices.values())
         account: dict[str, Any] = {
             "mode": self.mode,
@@ -137,7 +141,11 @@ class Answer:
             "layer_speedup": full / executed if executed else 1.0,
         }
         if self.mode == "lossless":
-            account["ran_as"] = "full"  # within a batch: the same answer, without drafts
+            drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
+            account |= {"drafted": drafted, "accepted": accepted, "acceptance": accepted / drafted if drafted else None}
+            account["verifications"] = sum(result.verifications for result in results)
+            if not drafted:
+                account["ran_as"] = "full"  # the same answer, token by token
         if self.tell_depths and with_depths:
             account["depths"] = [choice.depths for choice in self.choices.values()]
         return account

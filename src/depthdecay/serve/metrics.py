@@ -33,7 +33,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
         self.tokens = counter("tokens", "Tokens generated.")
         self.layers_executed = counter("layers_executed", "Layers times rows that decoding passes ran.")
-        self.layers_saved = counter("layers_saved", "Layers times rows that full depth would have run more.")
+        self.layers_saved = counter("layers_saved", "Layers times rows that decay spared.")
+        self.drafted = counter("drafted_tokens", "Drafts of lossless requests that verifications judged.")
+        self.accepted = counter("accepted_tokens", "Drafts of lossless requests that were right.")
         self.row_errors = counter("row_errors", "Rows whose pass failed.")
         self.to_first = Histogram(
             "depthdecay_time_to_first_token_seconds", "From request to token 0.", buckets=_TO_FIRST, registry=registry
@@ -51,15 +53,22 @@ class Metrics:
         gauge("cache_bytes_used", "Keys and values held.", lambda: batcher.usage().used)
         gauge("cache_bytes_free", "Keys and values not held.", lambda: batcher.usage().free)
         gauge("cache_bytes_saved", "What full depth would hold more now.", lambda: batcher.usage().saved)
-        self._seen = [0, 0, 0, 0, 0]
+        self._seen: dict[Counter, int] = {}
 
     def step(self, batcher: Batcher, updates: list[Update]) -> None:
         """Behind every step, in the worker's thread."""
         now = batcher.counters
-        values = [now.prompt_tokens, now.tokens, now.layers_executed, now.layers_full - now.layers_executed, now.errors]
-        counters = (self.prompt_tokens, self.tokens, self.layers_executed, self.layers_saved, self.row_errors)
-        for counter, value, before in zip(counters, values, self._seen, strict=True):
-            counter.inc(value - before)
+        values = {
+            self.prompt_tokens: now.prompt_tokens,
+            self.tokens: now.tokens,
+            self.layers_executed: now.layers_executed,
+            self.layers_saved: now.layers_full - now.layers_executed,
+            self.drafted: now.drafted,
+            self.accepted: now.accepted,
+            self.row_errors: now.errors,
+        }
+        for counter, value in values.items():
+            counter.inc(value - self._seen.get(counter, 0))
         self._seen = values
 
     def answered(self, account: Account) -> None:

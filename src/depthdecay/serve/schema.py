@@ -24,7 +24,7 @@ class DepthDecay(Model):
     """How deep the answer's tokens go; what is left out is as the server was started."""
 
     mode: Literal["full", "decay", "lossless"] | None = Field(
-        None, description="lossless gives full depth's answer, and in a batch runs at full depth."
+        None, description="lossless gives full depth's answer, drafted where that pays."
     )
     alpha: float | None = Field(None, gt=0, le=1, description="Token i runs floor(L·alpha^i) layers.")
     speedup: float | None = Field(None, ge=1, le=1000, description="Layers at full depth over layers executed.")

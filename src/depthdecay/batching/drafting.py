@@ -1,0 +1,170 @@
+"""Drafts of lossless rows in a batch: which, how many, and whether they pay beside the other rows.
+
+A verification is some rows of one token that share a slot: keys are written before any row looks, and each looks no
+further than its own position. So a pass knows nothing of drafts, and no other row is made wider by them.
+
+Drafts found in the text before cost no pass, only rows of the next one, which takes longer by them for everybody. So a
+row is charged for all of that, by measured times: with R rows a window of m drafts costs
+
+    1 + R · (time(R + m) / time(R) - 1)
+
+steps, which is 1 while reading weights takes the time, and more than it can bring where every token costs the same.
+
+Drafts by layers save time only where the whole step is shallow: one row at full depth makes every layer run. So
+lossless rows draft in the same steps and are verified in the same step, and only while nothing else goes deeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..lossless import drafting_for
+from ..plan import Plan
+from ..repairs import Repairs
+from ..request import Request
+from ..stack import Stack
+from ..windows import Drafter, Lookup, Pace, StepCosts
+
+if TYPE_CHECKING:
+    from .entry import Entry
+
+
+class RowDrafts:
+    """One lossless row's window: the drafts that its next full pass judges."""
+
+    def __init__(self, prompt: Sequence[int], request: Request, can_draft: bool) -> None:
+        """`can_draft`: False for a row that needs its tokens one by one; it is still accounted for."""
+        self.tokens: list[int] = []
+        self.source: Drafter | None = None
+        self.is_drafting = False  # its next pass makes a draft
+        self.longest = request.window if can_draft else 0
+        self.text = Lookup(prompt, request.lookup) if can_draft and request.lookup else None
+        self.lookup = Drafter(StepCosts(0.0), prior=0.6)
+
+    def found(self, longest: int) -> list[int]:
+        """What followed the same words before."""
+        return self.text.after(longest) if self.text is not None else []
+
+    def judge(self, said: Sequence[int]) -> list[int | None]:
+        """By token that is kept of what the full model said, its source: a depth, 0 for lookup, None for itself."""
+        right = 0
+        while right < len(self.tokens) and self.tokens[right] == said[right]:
+            right += 1
+        depth = None if self.source is None else self.source.depth
+        if self.source is not None:
+            self.source.saw(len(self.tokens), right)
+        if self.text is not None:
+            self.text.add(said[: right + 1])
+        self.tokens = []
+        return [depth] * right + [None]
+
+
+@dataclass
+class BatchPace(Pace):
+    """What full-depth steps take by their number of rows, drafts counted: not in seconds but in steps of one row.
+
+    A step is held against those just before it, where these had another number of rows. A machine that others use is
+    faster now and slower then, by more than what a row costs, and drafts that are not tried are not timed.
+    """
+
+    together: int = 1  # rows that go through windows by layers together
+    unit: float = 0.0  # seconds of a step of one row, as of now
+    before: int = 0  # rows of the last step
+
+    def __post_init__(self) -> None:
+        self.takes("verify 1", 1.0)
+
+    def saw_step(self, rows: int, seconds: float) -> None:
+        known = self.verify(rows)
+        if self.unit and rows not in (1, self.before):  # the first pass of its kind may load or capture something
+            sample = min(max(seconds / self.unit, known / 3), 3 * known)
+            self.takes(f"verify {rows}", 0.8 * known + 0.2 * sample)
+        now = seconds / known
+        self.unit = now if not self.unit else 0.5 * self.unit + 0.5 * min(now, 3 * self.unit)
+        self.before = rows
+
+    def _estimate(self, tokens: int) -> float:
+        """On the line between the nearest numbers that were timed: the step from one row to two may be the largest."""
+        known = sorted(int(kind.split()[1]) for kind in self.seconds)
+        if len(known) == 1:
+            return super()._estimate(tokens)
+        low = max(count for count in known if count <= tokens)
+        least = self.seconds[f"verify {low}"]
+        if low in (tokens, known[-1]):
+            return least * tokens / low  # beyond them every row costs the same
+        high = min(count for count in known if count > tokens)
+        return least + (self.seconds[f"verify {high}"] - least) * (tokens - low) / (high - low)
+
+    def costs(self, share: float, depth: int = 0) -> StepCosts:
+        plain = self.verify(self.together)
+        return StepCosts(share, lambda tokens: self.verify(self.together * tokens) / plain)
+
+    def charged(self, rows: int) -> StepCosts:
+        """For one row's drafts that cost no pass, beside so many rows with itself: all the time that they take."""
+        plain = self.verify(rows)
+        return StepCosts(0.0, lambda tokens: 1 + rows * (self.verify(rows + tokens - 1) / plain - 1))
+
+
+class BatchDrafting:
+    """What the lossless rows of a batch do in its next step."""
+
+    def __init__(self, stack: Stack, plan: Plan, repairs: Repairs) -> None:
+        self.num_layers = stack.num_layers
+        self.pace = BatchPace()
+        self.by_layers = drafting_for(stack, plan, repairs, None)
+        self.by_layers.pace = self.pace
+        self.drafter: Drafter | None = None  # by layers, of the window that rows are in
+        self.left = 0  # its steps that are still to come
+
+    def prepare(self, rows: Sequence[Entry], room: int, deepest: int) -> None:
+        """Decide what the next pass of each lossless row is: a draft, or full depth over its drafts, if any.
+
+        `rows`: all that decode. `room`: rows that the step may have, drafts counted. `deepest`: of whatever else the
+        step reads.
+        """
+        lossless = [(row, row.drafts) for row in rows if row.drafts is not None]
+        if not lossless:
+            self.left = 0
+            return
+        able = [row for row, _ in lossless if row.drafts_left > 0]
+        rest = max([deepest, *(row.depth for row in rows if row not in able)])
+        for _, drafts in lossless:
+            drafts.is_drafting = False
+        if self.left == 0 and able and not any(drafts.tokens for _, drafts in lossless):
+            self._begin(able, len(rows), room, rest)
+        if self.left > 0 and able and self.drafter is not None and rest <= self.drafter.depth:
+            self.left -= 1
+            for row in able:
+                assert row.drafts is not None
+                row.drafts.is_drafting, row.drafts.source = True, self.drafter
+            return
+        self.left = 0
+        free = max(0, room - len(rows))
+        for _, drafts in lossless:  # more rows may have come since a window began
+            del drafts.tokens[free:]
+            free -= len(drafts.tokens)
+
+    def _begin(self, able: Sequence[Entry], rows: int, room: int, rest: int) -> None:
+        """A window where one pays: by layers for all rows that can, or what each finds in its own text."""
+        free = room - rows
+        if free < 1:
+            return
+        found: list[tuple[RowDrafts, list[int]]] = []
+        for row in able:
+            if row.drafts is not None and (tokens := row.drafts.found(row.drafts_left)):
+                row.drafts.lookup.costs, row.drafts.lookup.position = self.pace.charged(rows), row.index
+                found.append((row.drafts, tokens))
+        rate = 1 + sum(drafts.lookup.best_rate - 1 for drafts, _ in found) / len(able)
+        self.pace.together = len(able)
+        most = min(free // len(able), *(row.drafts_left for row in able))
+        drafter = self.by_layers.choose(max(row.index for row in able))
+        if most > 0 and rest <= drafter.depth and (not found or drafter.best_rate > rate):
+            self.drafter, self.left = drafter, min(drafter.window(), most)
+        if self.left > 0:
+            return
+        for drafts, tokens in found:
+            drafts.tokens = tokens[: min(drafts.lookup.window(), free)]
+            drafts.source = drafts.lookup
+            free -= len(drafts.tokens)
