@@ -483,13 +483,13 @@ def test_drafts_that_are_right_are_kept_and_counted(windows: Windows) -> None:
 def watched_parts(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Part]]:
     """The passes that a batch runs from now on."""
     passes: list[Sequence[Part]] = []
-    eager = batcher._eager_logits
+    asked_first = batcher._compiled_logits
 
     def watched(parts: Sequence[Part]) -> Any:
         passes.append(parts)
-        return eager(parts)
+        return asked_first(parts)
 
-    monkeypatch.setattr(batcher, "_eager_logits", watched)
+    monkeypatch.setattr(batcher, "_compiled_logits", watched)
     return passes
 
 
