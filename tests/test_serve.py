@@ -420,14 +420,7 @@ def test_logs_have_ids_and_figures_and_no_text(server: Running, caplog: pytest.L
 
 def test_the_queue_at_its_limit(engine: Engine) -> None:
     with running(engine, BatchSettings(max_batch=1, cohort_seconds=0), max_waiting=2) as server:
-        seen = threading.Event()
-        step = server.worker.batcher.step
-
-        def slow_step() -> Any:
-            seen.wait(0.1)  # so that the first answer lasts as long as it is needed
-            return step()
-
-        server.worker.batcher.step = slow_step  # type: ignore[method-assign]
+        seen = slowed(server)
         with httpx.stream("POST", f"{server.url}/v1/completions", json=long_ask(), timeout=PATIENCE) as first:
             lines = first.iter_lines()
             next(lines)  # it is in the batch
@@ -445,16 +438,31 @@ def test_the_queue_at_its_limit(engine: Engine) -> None:
         until(server.is_clean)
 
 
+def slowed(server: Running) -> threading.Event:
+    """Steps take a tenth of a second from now on, until the event is set: an answer lasts while a test looks."""
+    seen = threading.Event()
+    step = server.worker.batcher.step
+
+    def slow_step() -> Any:
+        seen.wait(0.1)
+        return step()
+
+    server.worker.batcher.step = slow_step  # type: ignore[method-assign]
+    return seen
+
+
 def long_ask(**changes: Any) -> dict[str, Any]:
     return {"prompt": "abc", "max_tokens": 250, "stream": True, "temperature": 1, "seed": 1, **changes}
 
 
 def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
     with running(engine, BATCH) as server:
+        seen = slowed(server)
         with httpx.stream("POST", f"{server.url}/v1/completions", json=long_ask(), timeout=PATIENCE) as response:
             next(response.iter_lines())
             assert server.worker.batcher.rows
         until(server.is_clean)
+        seen.set()
         assert server.worker.batcher.counters.tokens < 250
         assert "depthdecay_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
         with pytest.raises(httpx.ReadTimeout):  # one that does not stream, too
