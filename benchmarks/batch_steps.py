@@ -20,7 +20,7 @@ import torch
 from depthdecay import Engine, Plan, load
 from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.budget import cost_speedup
-from depthdecay.request import PLAIN_GREEDY, prepare_request
+from depthdecay.request import UNENDING, prepare_request
 from depthdecay.results import write_result
 from depthdecay.stack import Stack
 
@@ -31,8 +31,7 @@ def started(engine: Engine, mode: str, arguments: argparse.Namespace) -> Batcher
     batcher = Batcher(engine, settings)
     batcher.warm_up()
     for row in range(arguments.rows):
-        forced = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}
-        batcher.submit(prepare_request(engine, [[row + 5] * 8], arguments.tokens, forced), None, mode)
+        batcher.submit(prepare_request(engine, [[row + 5] * 8], arguments.tokens, UNENDING), None, mode)
     while any(entry.in_prompt for entry in [*batcher.waiting, *batcher.rows]):
         batcher.step()
     return batcher

@@ -27,10 +27,8 @@ from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.bench import SHAPES, random_model
 from depthdecay.budget import cost_speedup
 from depthdecay.devices import choose_device, choose_dtype
-from depthdecay.request import PLAIN_GREEDY, prepare_request
+from depthdecay.request import UNENDING, prepare_request
 from depthdecay.results import require_writable, write_result
-
-FORCED: dict[str, Any] = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}
 
 
 @dataclass
@@ -83,7 +81,7 @@ class Load:
     def submit(self, run: Run, mode: str, due: float) -> None:
         generator = random.Random(len(run.due))
         prompt = [generator.randrange(3, self.vocabulary) for _ in range(self.prompt)]
-        request = prepare_request(self.batcher.engine, [prompt], self.tokens, FORCED)
+        request = prepare_request(self.batcher.engine, [prompt], self.tokens, UNENDING)
         (number,) = self.batcher.submit(request, None, mode)
         run.due[number] = due
 

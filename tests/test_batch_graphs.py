@@ -27,8 +27,8 @@ from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.batching import batcher as batcher_module
 from depthdecay.batching.paged import Paged, attend_paged, parts_for
-from depthdecay.batching.ragged import Part
-from depthdecay.batching.steps import GraphSteps, Profile, bucket_of
+from depthdecay.batching.parts import Part, Profile
+from depthdecay.batching.steps import GraphSteps, bucket_of
 
 # What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.
 _WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}

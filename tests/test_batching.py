@@ -17,7 +17,7 @@ from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
 from depthdecay.batching.blocks import BLOCK, Blocks, Shape, Store
 from depthdecay.batching.drafting import BatchPace, RowDrafts
-from depthdecay.batching.ragged import Part
+from depthdecay.batching.parts import Part
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.engine import Result
 from depthdecay.ladder import runs_of

@@ -378,7 +378,7 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
 
     from depthdecay.batching import Batcher
     from depthdecay.batching.blocks import BLOCK
-    from depthdecay.batching.ragged import Part
+    from depthdecay.batching.parts import Part
 
     plan = dd.Plan.decay(LAYERS, "0.93")
     model = tiny_model("mistral").to(dtype)  # with a window

@@ -25,7 +25,7 @@ from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.batching import paged as paged_module
 from depthdecay.batching.paged import Paged, attend_paged
-from depthdecay.batching.ragged import Part
+from depthdecay.batching.parts import Part
 from depthdecay.batching.steps import bucket_of
 
 pytestmark = [

@@ -15,7 +15,7 @@ import torch
 from .budget import Costs
 from .devices import synchronize
 from .engine import Engine
-from .errors import DepthDecayError, one_line
+from .errors import DepthDecayError, failure
 from .plan import Plan
 from .stack import Stack
 
@@ -190,7 +190,7 @@ class _Contender:
         try:
             seconds = self._ours() if self.engine is not None else self._transformers()
         except Exception as error:
-            self.error = one_line(f"{type(error).__name__}: {error}", limit=300)
+            self.error = failure(error)
             return
         if self.device.type == "cuda":
             self.memory = max(self.memory, torch.cuda.max_memory_allocated())

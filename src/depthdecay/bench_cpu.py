@@ -16,7 +16,7 @@ from . import bench
 from .budget import Costs
 from .cpu.threads import threads
 from .engine import Engine
-from .errors import DepthDecayError, one_line
+from .errors import DepthDecayError, failure
 from .models import LoadedModel
 from .plan import Plan
 from .schedule import whole_number
@@ -78,7 +78,7 @@ class _Contender:
         try:
             seconds = self.decode()
         except Exception as error:
-            self.error = one_line(f"{type(error).__name__}: {error}", limit=300)
+            self.error = failure(error)
             return
         if keep:
             self.seconds.append(seconds)

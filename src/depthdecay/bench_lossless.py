@@ -13,7 +13,7 @@ import torch
 from .decoding import Prompt
 from .devices import synchronize
 from .engine import Engine, Result
-from .errors import DepthDecayError, one_line
+from .errors import DepthDecayError, failure
 from .lossless import LosslessDecoder
 from .lossless_graphs import LosslessGraphDecoder
 from .plan import Plan
@@ -157,7 +157,7 @@ def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], f
     except Exception as error:
         if row.method == "full":  # that all are held against
             raise
-        row.error = one_line(f"{type(error).__name__}: {error}", limit=300)
+        row.error = failure(error)
         return None
 
 

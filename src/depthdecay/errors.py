@@ -17,3 +17,8 @@ def one_line(error: object, limit: int = 200) -> str:
     """A library's message as part of a sentence."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def failure(error: Exception) -> str:
+    """Why a row of a bench has no figures."""
+    return one_line(f"{type(error).__name__}: {error}", limit=300)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Plain greedy search: a model's own sampling, penalties or stop strings would hide what its layers say.
 PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+UNENDING: dict[str, Any] = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}  # answers as long as they are asked for
 DEFAULT_NEW_TOKENS = 256  # where neither the caller nor the model's generation_config says
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,14 +17,16 @@ from ..devices import free_bytes
 from ..engine import MODES, Engine, Result, Row
 from ..errors import DepthDecayError, UnsupportedModelError
 from ..plan import Plan
-from ..request import PLAIN_GREEDY, Request, prepare_request
+from ..request import UNENDING, Request, prepare_request
 from ..sampling import Sampler, sequence_keys
 from ..stack import require_eval
 from .blocks import Blocks, Usage, blocks_for
+from .compiled import CompiledRows
 from .drafting import BatchDrafting, RowDrafts
 from .entry import Entry
+from .parts import Part
 from .picking import Logprobs, alike, logprobs_of, pick_tokens, rows_of
-from .ragged import Part, RaggedCache, run_ragged, shapes_of
+from .ragged import RaggedCache, run_ragged, shapes_of
 from .steps import PROMPT_ROWS, GraphSteps, NotCapturable
 
 DEFAULT_POSITIONS = 4096  # for models that set no bound
@@ -125,20 +126,12 @@ class Batcher:
             self.steps = self._new_steps(compile=engine.compiled is not None)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
         self._is_compared = False  # graphs have been held against an eager pass
-        self.compiled_rows = self._new_compiled_rows()
+        self.compiled_rows = None if engine.uses_graphs else CompiledRows.of(engine.stack, self.blocks, self.repairs)
         self.waiting: deque[Entry] = deque()
         self.rows: list[Entry] = []
         self.counters = Counters()
         self.pace = Pace()
         self._ids = itertools.count()
-
-    def _new_compiled_rows(self) -> Any:
-        """On a CPU, where the engine's passes are compiled code."""
-        if self.engine.uses_graphs or self.engine.device.type != "cpu":
-            return None
-        from ..cpu.rows import CompiledRows
-
-        return CompiledRows.of(self.engine.stack, self.blocks, self.repairs)
 
     def _new_steps(self, compile: bool) -> GraphSteps:
         return GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch, compile)
@@ -148,7 +141,7 @@ class Batcher:
         if self.steps is not None:
             with self._or_eagerly():
                 self.steps.capture_layers()
-        request = prepare_request(self.engine, [[0, 0]], 4, {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()})
+        request = prepare_request(self.engine, [[0, 0]], 4, UNENDING)
         self.submit(request)
         while not self.is_idle:
             started = time.perf_counter()
@@ -172,7 +165,7 @@ class Batcher:
             times = []
             for _ in range(3):  # the first may load something
                 started = time.perf_counter()
-                logits, _ = self._graph_logits(parts) or self._eager_logits(parts)
+                logits, _ = self._logits(parts)
                 logits.argmax(-1).tolist()
                 times.append(time.perf_counter() - started)
             self.blocks.leave(slot)
@@ -396,13 +389,17 @@ class Batcher:
             # Every token is a row of its own: each has something to say, and no other row gets wider.
             parts += [Part(row.slot, start + place, [token], depth, plan) for place, token in enumerate(tokens)]
             full += layers if row.drafts is None else depth * len(tokens)
-        logits, counts = self._compiled_logits(parts) or self._graph_logits(parts) or self._eager_logits(parts)
+        logits, counts = self._logits(parts)
         if full:
             in_prompts = sum(len(row.next_tokens()) for row in rows if row.in_prompt)  # tokens that run every layer
             self.counters.layers_executed += sum(counts) - layers * in_prompts
             self.counters.layers_full += full
             self.counters.layer_passes += sum(count > 0 for count in counts)
         return logits
+
+    def _logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
+        """Behind each part's last token, by the fastest pass that can run them; and how many tokens ran each layer."""
+        return self._compiled_logits(parts) or self._graph_logits(parts) or self._eager_logits(parts)
 
     def _eager_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
         logits, ragged = run_ragged(self.stack, self.cache, parts, self.repairs)
@@ -411,8 +408,7 @@ class Batcher:
     def _compiled_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
         if self.compiled_rows is None or not self.compiled_rows.has_room(sum(len(part.tokens) for part in parts)):
             return None
-        found: tuple[torch.Tensor, list[int]] = self.compiled_rows.run(parts)
-        return found
+        return self.compiled_rows.run(parts)
 
     def _graph_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
         """None where the pass has to run eagerly: there are no graphs, or it has too many tokens for them."""

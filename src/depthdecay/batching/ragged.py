@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention import grouped_attention
-from ..plan import Plan
 from ..repairs import Repairs
 from ..stack import LayerPass, Stack, primary_device
 from .blocks import BLOCK, Blocks, Shape
+from .parts import Part
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one row brings to a pass: tokens that follow `length` positions, to run at a depth of its plan."""
-
-    slot: int
-    length: int
-    tokens: Sequence[int]
-    depth: int
-    plan: Plan
 
 
 class Columns:

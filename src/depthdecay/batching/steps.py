@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from ..repairs import Repairs
 from ..stack import LayerPass, Stack, primary_device, replaced
 from .blocks import BLOCK, Blocks
 from .paged import Paged, attend_paged
-from .ragged import Part, first_rows
+from .parts import Part, Profile, Tokens
+from .ragged import first_rows
 
 PROMPT_ROWS = 64  # a step has room for so many tokens of prompts beside a full batch: weights still take longer
 _NAME = "depthdecay_rows"
@@ -46,31 +46,6 @@ class _LastLayer(Exception):
 def bucket_of(rows: int) -> int:
     """The number of rows that a graph has for so many: a power of two, from 64 on a multiple of 64."""
     return -(-rows // 64) * 64 if rows > 64 else 1 << (rows - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class Profile:
-    """How many of the first rows run each layer, and the segments of rows that share a depth."""
-
-    counts: list[int]
-    segments: dict[int, tuple[int, int]]  # depth: first row, number of rows
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> Profile:
-        segments: dict[int, tuple[int, int]] = {}
-        counts = [0] * parts[0].plan.num_layers
-        plans = {}
-        row = 0
-        for part in parts:
-            first, held = segments.get(part.depth, (row, 0))
-            segments[part.depth] = first, held + len(part.tokens)
-            plans[part.depth] = part.plan  # ladders are nested, so any plan names the same layers
-            row += len(part.tokens)
-        assert list(segments) == sorted(segments, reverse=True)
-        for depth, (_, held) in segments.items():
-            for layer in plans[depth].layers(depth):
-                counts[layer] += held
-        return cls(counts, segments)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -178,20 +153,13 @@ class GraphSteps:
 
         From fresh pinned memory each time: torch gives such memory out again only when the copy has been made.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        last: list[int] = []
-        for part in parts:
-            tokens += part.tokens
-            positions += range(part.length, part.length + len(part.tokens))
-            slots += [part.slot] * len(part.tokens)
-            last.append(len(tokens) - 1)
-        assert len(tokens) <= self.rows
+        tokens = Tokens.of(parts)
+        assert len(tokens.ids) <= self.rows
         starts, helds = [0] * len(self.starts), [0] * len(self.helds)
         for depth, (first, held) in profile.segments.items():
             starts[depth], helds[depth] = first, held
-        by_row = [value for values in (tokens, positions, slots, last) for value in _filled(values, self.rows)]
+        given = (tokens.ids, tokens.positions, tokens.slots, tokens.last)
+        by_row = [value for values in given for value in _filled(values, self.rows)]
         self._copy(self.inputs, torch.tensor(by_row + profile.counts + starts + helds))
         grown = sorted(self.blocks.extended)
         if grown:

@@ -453,6 +453,24 @@ struct Scratch {
     }
 };
 
+// Several matrices times the same vectors, as one phase.
+template <int COUNT, class Store>
+void products(Team& team, const Matrix* const (&matrices)[COUNT], const Vectors& x, int64_t tokens, Store store) {
+    int64_t pieces = 0;
+    for (const Matrix* matrix : matrices) pieces += groups(*matrix);
+    team.share(pieces, [&](int64_t piece) {
+        int which = 0;
+        while (piece >= groups(*matrices[which])) piece -= groups(*matrices[which++]);
+        const Matrix& matrix = *matrices[which];
+        const int64_t row = piece * LANES, count = std::min<int64_t>(LANES, matrix.rows - row);
+        in_tiles(tokens, [&](int64_t token, auto tile) {
+            F out[tile.size];
+            group_product<tile.size>(matrix, piece, x, token, out);
+            for (int t = 0; t < tile.size; ++t) store(which, token + t, row, count, out[t]);
+        });
+    });
+}
+
 // One matrix times vectors, for passes that are the model's own but for this.
 class Multiplying {
   public:
@@ -467,14 +485,9 @@ class Multiplying {
             team_.share(tokens_, [&](int64_t token) {
                 add_up(x_.x + token * x_.stride, matrix_.columns, sums_ + token * x_.sums_stride);
             });
-        team_.share(groups(matrix_), [&](int64_t group) {
-            const int64_t row = group * LANES, count = std::min<int64_t>(LANES, matrix_.rows - row);
-            in_tiles(tokens_, [&](int64_t token, auto tile) {
-                F out[tile.size];
-                group_product<tile.size>(matrix_, group, x_, token, out);
-                for (int t = 0; t < tile.size; ++t)
-                    std::memcpy(result_ + (token + t) * matrix_.rows + row, &out[t], count * sizeof(float));
-            });
+        const Matrix* const one[1] = {&matrix_};
+        products<1>(team_, one, x_, tokens_, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            std::memcpy(result_ + token * matrix_.rows + row, &values, count * sizeof(float));
         });
     }
 
@@ -543,7 +556,7 @@ class Decoding {
         Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too, pass_.state, n);
         const Matrix* const matrices[3] = {&layer.query, &layer.key, &layer.value};
         float* const results[3] = {query_, key_, value_};
-        products<3>(matrices, x, n, [&](int which, int64_t token, int64_t row, int64_t count, const F& values) {
+        products<3>(team_, matrices, x, n, [&](int which, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(results[which] + token * matrices[which]->rows + row, &values, count * sizeof(float));
         });
         team_.share(n * (model_.heads + model_.key_value_heads), [&](int64_t piece) {
@@ -578,7 +591,7 @@ class Decoding {
         float* state = pass_.state + first * model_.hidden;
         Vectors x = normalised(thread, nullptr, 1e-6f, is_packed(map.down) || is_packed(map.gate), state, n);
         const Matrix* const down[1] = {&map.down};
-        products<1>(down, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+        products<1>(team_, down, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(low_ + token * map.down.rows + row, &values, count * sizeof(float));
         });
         if (map.gate.data != nullptr) gate(map.gate, map.lift, x, n);
@@ -592,7 +605,7 @@ class Decoding {
         const bool sums_too = is_packed(model_.head);
         Vectors x = normalised(thread, model_.final_norm, model_.epsilon, sums_too, pass_.state, n, pass_.wanted);
         const Matrix* const head[1] = {&model_.head};
-        products<1>(head, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+        products<1>(team_, head, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(pass_.logits + token * model_.head.rows + row, &values, count * sizeof(float));
         });
     }
@@ -641,28 +654,10 @@ class Decoding {
         return {x, stride, sums, widest_};
     }
 
-    // Several matrices times the same vectors, as one phase.
-    template <int COUNT, class Store>
-    void products(const Matrix* const (&matrices)[COUNT], const Vectors& x, int64_t tokens, Store store) {
-        int64_t pieces = 0;
-        for (const Matrix* matrix : matrices) pieces += groups(*matrix);
-        team_.share(pieces, [&](int64_t piece) {
-            int which = 0;
-            while (piece >= groups(*matrices[which])) piece -= groups(*matrices[which++]);
-            const Matrix& matrix = *matrices[which];
-            const int64_t row = piece * LANES, count = std::min<int64_t>(LANES, matrix.rows - row);
-            in_tiles(tokens, [&](int64_t token, auto tile) {
-                F out[tile.size];
-                group_product<tile.size>(matrix, piece, x, token, out);
-                for (int t = 0; t < tile.size; ++t) store(which, token + t, row, count, out[t]);
-            });
-        });
-    }
-
     void add_product(int64_t thread, const Matrix& matrix, const float* from, int64_t stride, float* state, int64_t n) {
         Vectors x = as_they_are(thread, from, stride, is_packed(matrix), n);
         const Matrix* const one[1] = {&matrix};
-        products<1>(one, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+        products<1>(team_, one, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             float* to = state + token * model_.hidden + row;
             for (int64_t i = 0; i < count; ++i) to[i] += values[i];
         });
@@ -767,7 +762,8 @@ class Decoding {
             float mixed = 0;
             for (int64_t c = 0; c < count;) {
                 const Stretch here = at(c);
-                for (int64_t k = 0; k < here.count; ++k, ++c) mixed += scores[c] * single(values[here.start + k * here.step + i]);
+                const Kept* value = values + here.start + i;
+                for (int64_t end = c + here.count; c < end; ++c, value += here.step) mixed += scores[c] * single(*value);
             }
             out[i] = mixed * share;
         }

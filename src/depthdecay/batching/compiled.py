@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from depthdecay.batching.blocks import BLOCK, Blocks
-from depthdecay.batching.ragged import Part
-from depthdecay.cpu import library as native
-from depthdecay.cpu.form import hooked
-from depthdecay.cpu.stack import FEW_TOKENS, CpuStack, made_maps
-from depthdecay.cpu.threads import threads
-from depthdecay.repairs import Repairs
+from ..cpu import library as native
+from ..cpu.form import hooked
+from ..cpu.stack import FEW_TOKENS, CpuStack, made_maps
+from ..cpu.threads import threads
+from ..repairs import Repairs
+from ..stack import Stack
+from .blocks import BLOCK, Blocks
+from .parts import Part, Profile, Tokens
 
 
 class CompiledRows:
@@ -32,7 +32,7 @@ class CompiledRows:
         self.halves = stores[0].keys.dtype == torch.bfloat16
 
     @classmethod
-    def of(cls, stack: Any, blocks: Blocks, repairs: Repairs) -> CompiledRows | None:
+    def of(cls, stack: Stack, blocks: Blocks, repairs: Repairs) -> CompiledRows | None:
         """Where the engine's own passes are compiled and the model is as it was when that was tried."""
         return cls(stack, blocks, repairs) if isinstance(stack, CpuStack) and not hooked(stack) else None
 
@@ -42,32 +42,19 @@ class CompiledRows:
     @torch.no_grad()
     def run(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
         """The logits behind each part's last token, and how many tokens ran each layer. Deepest rows come first."""
-        stack, layers = self.stack, range(self.stack.num_layers)
-        rows = [part.slot for part in parts for _ in part.tokens]
-        columns = [column for part in parts for column in range(part.length, part.length + len(part.tokens))]
-        ids = torch.tensor([token for part in parts for token in part.tokens])
-        count = len(rows)
-        running = [0] * len(layers)
-        segments: dict[int, list[int]] = {}
-        last: list[int] = []
-        for part in parts:
-            first = last[-1] + 1 if last else 0
-            segments.setdefault(part.depth, [first, 0])[1] += len(part.tokens)
-            for layer in part.plan.layers(part.depth):
-                running[layer] += len(part.tokens)
-            last.append(first + len(part.tokens) - 1)
-        made = (native.Segment * len(segments))()
-        for place, (depth, (first, held)) in enumerate(segments.items()):
-            made[place] = native.Segment(first, held, self.maps.get(depth, self.no_maps)[0])
-        state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
-        cosine, sine = stack.angles_at(torch.tensor(columns))
+        stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
+        segments = (native.Segment * len(profile.segments))()
+        for place, (depth, (first, held)) in enumerate(profile.segments.items()):
+            segments[place] = native.Segment(first, held, self.maps.get(depth, self.no_maps)[0])
+        state = nn.functional.embedding(torch.tensor(tokens.ids), stack.form.embedding.weight).float()
+        cosine, sine = stack.angles_at(torch.tensor(tokens.positions))
         logits = torch.empty((len(parts), stack.vocabulary))
-        numbers = ctypes.c_int64 * count
+        numbers = ctypes.c_int64 * len(tokens.ids)
         arguments = native.Pass(
-            tokens=count,
+            tokens=len(tokens.ids),
             batch=self.blocks.table.shape[1],
-            row=numbers(*rows),
-            column=numbers(*columns),
+            row=numbers(*tokens.slots),
+            column=numbers(*tokens.positions),
             first=numbers(),
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
@@ -78,14 +65,14 @@ class CompiledRows:
             most=self.blocks.table.shape[2],
             block=BLOCK,
             halves=self.halves,
-            running=(ctypes.c_int64 * len(layers))(*running),
-            segment=made,
+            running=(ctypes.c_int64 * stack.num_layers)(*profile.counts),
+            segment=segments,
             segments=len(segments),
-            wanted=(ctypes.c_int64 * len(last))(*last),
-            logits_wanted=len(last),
+            wanted=(ctypes.c_int64 * len(parts))(*tokens.last),
+            logits_wanted=len(parts),
             logits=logits.data_ptr(),
             threads=threads(),
         )
         with stack.exclusive():
             stack.code.run(stack.weights, arguments)
-        return logits, running
+        return logits, profile.counts
