@@ -9,7 +9,7 @@ import torch
 from conftest import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.bench_lossless import _difference, run_lossless_bench
+from depthdecay.bench_lossless import LosslessReport, _difference, run_lossless_bench
 from depthdecay.errors import DepthDecayError
 
 
@@ -64,6 +64,44 @@ def test_a_method_that_fails_in_the_middle_leaves_the_others(monkeypatch: pytest
     assert rows["transformers generate"].speedup is None
     assert len(calls) == 3
     assert rows["full"].tokens == rows["lossless, guess"].tokens == len(PROMPTS) * 7
+
+
+def test_a_peer_that_fails_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.config.num_hidden_layers //= 2  # as transformers' early exit does, and puts back if nothing goes wrong
+        raise TypeError("no keys to crop")
+
+    expected = [result.token_ids for result in dd.Engine(model).generate(PROMPTS, 8, mode="full")]
+    monkeypatch.setattr(type(model), "generate", failing)
+    report = run_lossless_bench(model, None, "tiny", PROMPTS, {"guess": None}, new_tokens=8, peers=["early-exit"])
+    rows = {row.method: row for row in report.lossless_rows}
+    assert rows["transformers early-exit"].error == "TypeError: no keys to crop"
+    assert rows["lossless, guess"].answers_that_differ == 0
+    assert [result.token_ids for result in dd.Engine(model).generate(PROMPTS, 8, mode="full")] == expected
+
+
+def test_a_run_that_is_cut_off_has_saved_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr("depthdecay.bench_lossless.SAVE_EVERY", 0.0)
+    parts: list[dict[str, Any]] = []
+
+    def save(report: LosslessReport) -> None:
+        parts.append(report.to_dict())
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_lossless_bench(model, None, "tiny", PROMPTS, {}, new_tokens=8, peers=["generate"], compared=1, save=save)
+    assert [part["settings"]["cut_off"] for part in parts] == [
+        f"after {done} of {len(PROMPTS)} prompts" for done in (1, 2)
+    ]
+    full, peer = parts[1]["lossless_rows"]
+    assert (full["prompts"], peer["prompts"]) == (2, 1)
+    assert full["tokens"] == 14
+    assert peer["speedup"] is not None
 
 
 def test_a_difference_is_told_with_its_margin() -> None:

@@ -507,6 +507,15 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
     assert measured.exit_code == 0, measured.output
 
 
+def test_a_plan_to_draft_with_is_calibrated_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "plan")
+    result = run("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST, "--lossless")
+    assert result.exit_code == 0, result.output
+    assert "of drafts right" in result.stdout
+    exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")
+    assert json.loads(exact.stdout)["plan"]["repairs"] == "repairs.safetensors"
+
+
 def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     file = tmp_path / "lossless.json"
     arguments = ("bench", "-m", tiny, "--mode", "lossless", "--prompts", prompts_file, "--new-tokens", "8")

@@ -102,6 +102,18 @@ def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: p
     assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 12)[0] for prompt in even]
 
 
+def test_a_single_row_leaves_room_for_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    engine.generate(PROMPTS[:1], max_new_tokens=12)
+    kept = engine._kept
+    longer = PROMPTS[0] * (40 // len(PROMPTS[0]))
+    result = engine.generate([longer], max_new_tokens=12)[0]
+    assert engine._kept is kept
+    assert result.token_ids == reference_tokens(model, plan, longer, 12)[0]
+
+
 def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)

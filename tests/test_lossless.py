@@ -312,6 +312,10 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
         shorter = [prompt[1:] for prompt in prompts]
         engine.generate(shorter, 20, mode="lossless", eos_token_id=None)  # graphs and cache are used again
         assert engine._kept_lossless is kept
+        if len(prompts) == 1:  # a longer one too, of a single row
+            longer = [[*prompts[0], *PROMPTS[1]]]
+            engine.generate(longer, 40, mode="lossless", eos_token_id=None)
+            assert engine._kept_lossless is kept
         again = token_ids(engine, "lossless", prompts, 30, eos_token_id=None)
         assert again == tokens
 

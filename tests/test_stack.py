@@ -10,7 +10,7 @@ from conftest import LAYERS, tiny_config, tiny_model
 from reference import decoder_layers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertModel, T5Config
 
-from depthdecay.errors import UnsupportedModelError
+from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.stack import LayerPass, Stack, replaced
 
 
@@ -96,3 +96,13 @@ def test_replaced_restores_absence_and_presence() -> None:
     with pytest.raises(ZeroDivisionError), replaced(thing, "a", 1):
         _ = 1 / 0
     assert thing.__dict__["a"] == 0
+
+
+def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
+    model = tiny_model()
+    stack, ids = Stack.of(model), torch.tensor([[1, 2, 3]])
+    model.config.num_hidden_layers -= 1  # as transformers' early exit leaves it where it fails
+    with pytest.raises(DepthDecayError, match=f"says {LAYERS - 1} layers now, of {LAYERS}"):
+        stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0))
+    model.config.num_hidden_layers += 1
+    assert stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0)).shape[:2] == (1, 1)

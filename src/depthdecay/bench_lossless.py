@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from .request import PLAIN_GREEDY
 from .windows import StepCosts
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
+SAVE_EVERY = 10.0  # seconds
 Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
 
 
@@ -86,11 +88,13 @@ def run_lossless_bench(
     compile_layers: bool = True,
     compared: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
+    save: Callable[[LosslessReport], None] = lambda report: None,
 ) -> LosslessReport:
     """Every prompt by every method in turns: what a machine does meanwhile falls on all of them alike.
 
     Plans are drafters by label; each runs with and without lookup in the text before. Full depth and the last drafter
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
+    `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
     """
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
@@ -114,9 +118,31 @@ def run_lossless_bench(
         ways = {method: way for method, way in ways.items() if method in main}
     rows = {method: LosslessRow(method) for method in ways}
     full_alone = LosslessRow("full")  # on the prompts that all methods share
+    # Short and long, so that what is captured once for a length of text is there before anything is timed.
+    ends = [min(prompts, key=len), max(prompts, key=len)]
     for method, way in ways.items():
         progress(f"warming up {method}")
-        _attempted(rows[method], way, list(prompts[0]))
+        for prompt in ends if method in main else ends[:1]:
+            if rows[method].error is None:
+                _attempted(rows[method], way, list(prompt))
+
+    def report(done: int) -> LosslessReport:
+        _finish(full_alone, full_alone)
+        for method, row in rows.items():
+            row.prompts = done if compared is None or method in main else min(compared, done)
+            _finish(row, rows["full"] if row.prompts == done else full_alone)
+        settings: dict[str, Any] = {
+            "prompts": done,
+            "new_tokens": new_tokens,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": torch.device(model.device).type,
+            "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
+        }
+        if done < len(prompts):
+            settings["cut_off"] = f"after {done} of {len(prompts)} prompts"
+        return LosslessReport(name, settings, list(rows.values()))
+
+    saved = time.monotonic()
     for number, prompt in enumerate(prompts):
         expected: list[int] = []
         for method, way in ways.items():
@@ -136,18 +162,10 @@ def run_lossless_bench(
                 row.differences += _difference(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
                 _add(full_alone, tokens, seconds, result)
-    _finish(full_alone, full_alone)
-    for method, row in rows.items():
-        row.prompts = len(prompts) if compared is None or method in main else compared
-        _finish(row, rows["full"] if row.prompts == len(prompts) else full_alone)
-    settings = {
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.device(model.device).type,
-        "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
-    }
-    return LosslessReport(name, settings, list(rows.values()))
+        if time.monotonic() - saved > SAVE_EVERY:
+            save(report(number + 1))
+            saved = time.monotonic()
+    return report(len(prompts))
 
 
 def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], float, Result | None] | None:
@@ -182,12 +200,24 @@ def _transformers(
     given = torch.tensor([ids], device=model.device)
     synchronize(given.device)
     started = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), _same_layers(model):
         output = model.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, **PLAIN_GREEDY, **options
         )
     synchronize(given.device)
     return output[0, len(ids) :].tolist(), time.perf_counter() - started, None
+
+
+@contextlib.contextmanager
+def _same_layers(model: Any) -> Iterator[None]:
+    """transformers' early exit writes another number of layers into the model's configuration, and where it then fails
+    (5.17's does, on taking a draft back) leaves it there: every later answer would come from half a model."""
+    config = model.config.get_text_config(decoder=True)
+    before = config.num_hidden_layers
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = before
 
 
 @torch.no_grad()

@@ -158,3 +158,13 @@ def bucket_for(filled: int) -> int:
     while filled > step * 16:  # at most about 16 buckets a doubling: bounded waste (6%), bounded graphs
         step *= 2
     return -(-filled // step) * step
+
+
+LEAST_ROOM = 512
+
+
+def room_for(positions: int, batch: int) -> int:
+    """Room to keep for texts of this length. Graphs belong to one cache, so a single row, whose room takes little, gets
+    more than it needs: the next text may be longer."""
+    room = bucket_for(positions)
+    return room if batch > 1 else max(LEAST_ROOM, 1 << (room - 1).bit_length())

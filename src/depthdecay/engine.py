@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .cache import PlannedCache, bucket_for
+from .cache import PlannedCache, room_for
 from .cpu.stack import open_stack
 from .decoding import Decoder, EagerDecoder, Prompt, rooms
 from .errors import DepthDecayError
@@ -423,7 +423,7 @@ class Engine:
             if kept is None or kept.is_busy or not kept.fits(plan, prompt, new_tokens):
                 if kept is not None and not kept.is_busy:
                     self._kept = None  # its memory is free before the next one takes more
-                capacity = bucket_for(prompt.length)
+                capacity = room_for(prompt.length, prompt.ids.shape[0])
                 cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
                 decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled, self.repairs)
                 kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)

@@ -70,13 +70,13 @@ class LosslessDecoder(EagerDecoder):
         longest: int,
         short_head: ShortHead | None = None,
     ) -> None:
+        self.batch = prompt.ids.shape[0]
         self.room = self._room(prompt.length + new_tokens + longest + 1)
         cache = PlannedCache([self.room] * stack.num_layers, stack.windows)
         super().__init__(stack, plan, cache, new_tokens, repairs)
         self.longest = longest
         self.short_head = short_head
         self.is_busy = False
-        self.batch = prompt.ids.shape[0]
         self.mask = torch.ones((self.batch, self.room), dtype=torch.long, device=prompt.ids.device)
 
     def _room(self, columns: int) -> int:
@@ -85,9 +85,7 @@ class LosslessDecoder(EagerDecoder):
     def fits(self, prompt: Prompt, new_tokens: int) -> bool:
         """Whether another request can be decoded in the same room."""
         return (
-            self.batch == prompt.ids.shape[0]
-            and new_tokens <= self.new_tokens
-            and self._room(prompt.length + new_tokens + self.longest + 1) <= self.room
+            self.batch == prompt.ids.shape[0] and self._room(prompt.length + new_tokens + self.longest + 1) <= self.room
         )
 
     def prefill(self, prompt: Prompt) -> int:
@@ -241,6 +239,8 @@ class RowSampler:
         return processed
 
     def record(self, row: int, tokens: list[int]) -> None:
+        if not self.sampler.processors:  # nobody looks back, and writing would wait for the device
+            return
         start = self.sampler.prompt_length + self.counts[row]
         room = self.sampler.history.shape[1] - start
         kept = tokens[:room]

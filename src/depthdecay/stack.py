@@ -146,10 +146,20 @@ class Stack:
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
         shortened = contextlib.nullcontext() if short is None else short.in_place()
         with self.exclusive(), self.routed(layer_pass), shortened:
+            self._require_all_layers()
             arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
             output = self.forward(**arguments)
         logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    def _require_all_layers(self) -> None:
+        """Models loop over as many layers as their configuration says at the time."""
+        said = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        if said != self.num_layers:
+            raise DepthDecayError(
+                f"the model's configuration says {said} layers now, of {self.num_layers} when this engine was made "
+                "(transformers' early exit leaves it so where it fails); set config.num_hidden_layers back"
+            )
 
     def forward(self, **arguments: Any) -> Any:
         return self.model(**arguments)

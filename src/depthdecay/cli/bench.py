@@ -380,6 +380,7 @@ def _bench_lossless(
             compile_layers=compile,
             compared=compared,
             progress=say,
+            save=lambda part: None if json_file is None else write_result(json_file, part.to_dict()),
         )
     from rich.console import Console
     from rich.table import Table
