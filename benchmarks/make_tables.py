@@ -431,7 +431,7 @@ def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
     for result in sorted(results, key=lambda r: (r["model"], r["file"])):
         settings = result["settings"]
         words = [
-            f"{settings['prompts']} prompts",
+            f"{settings['prompts']} prompts" + (f" (cut off {settings['cut_off']})" if "cut_off" in settings else ""),
             f"up to {settings['new_tokens']} new tokens",
             f"{settings['dtype']} on {machine(result)}",
             *_software(result),
