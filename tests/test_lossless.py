@@ -320,6 +320,35 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
         assert again == tokens
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # with whole masks, and with windows
+def test_compiled_windows_say_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers, what stands beside them, masks and the ends of passes compiled, without a GPU."""
+    from depthdecay.graphs import CompiledLayers
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    def capture(self: LosslessGraphDecoder, run: Any) -> Replay:
+        with self.window.unchanged():
+            run()
+        return Replay(run)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", capture)
+    model = tiny_model(architecture)
+    engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]), fast=False)
+    expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None)
+    engine.uses_graphs, engine.compiled = True, CompiledLayers()
+    for settings in ({}, {"lookup": False}):
+        (result,) = engine.generate(PROMPTS[:1], 30, mode="lossless", eos_token_id=None, **settings)
+        assert [result.token_ids] == expected
+        assert result.drafted > 0
+    assert engine._kept_lossless is not None
+    assert engine._kept_lossless.chains
+    assert engine._kept_lossless.compiled is engine.compiled  # nothing was given up
+    norm = next(child for name, child in engine.stack.owner.named_children() if name == "norm")
+    assert "forward" not in norm.__dict__  # put back
+
+
 def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run a pass ahead of the one that counts: from where that one starts, or columns run out of the bucket."""
     from depthdecay.graphs import Capturer

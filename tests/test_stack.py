@@ -106,3 +106,15 @@ def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
         stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0))
     model.config.num_hidden_layers += 1
     assert stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0)).shape[:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [("llama", True), ("qwen3", True), ("gpt_neox", True), ("mistral", False), ("gpt2", False), ("opt", False)],
+)
+def test_whole_masks_go_to_models_that_take_them(architecture: str, expected: bool) -> None:
+    model = tiny_model(architecture)
+    stack = Stack.of(model)
+    assert stack.takes_whole_masks == expected
+    model.set_attn_implementation("eager")  # adds masks to scores: bits would mean something else
+    assert not stack.takes_whole_masks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from .errors import one_line
 from .overlap import can_wait_first, waiting_first
 from .plan import Plan
 from .repairs import Repairs, repaired
-from .stack import LayerPass, Stack, replaced
+from .stack import LayerPass, Stack, patched, replaced
 
 
 @dataclass
@@ -40,7 +41,25 @@ class CompiledLayers:
     """One torch.compile per kind of layer, shared by all layers of the kind: weights and cache are inputs."""
 
     kinds: dict[tuple[type, int | None, bool], Any] = field(default_factory=dict)
+    functions: dict[Any, Any] = field(default_factory=dict)
     _repaired: Any = None
+
+    def function(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of many small steps as a few kernels: in a shallow pass small kernels are a sixth of the time."""
+        if plain not in self.functions:
+            self.functions[plain] = torch.compile(plain, options=inductor_options())
+        compiled: Callable[..., Any] = self.functions[plain]
+        return compiled
+
+    @contextlib.contextmanager
+    def beside(self, stack: Stack) -> Iterator[None]:
+        """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding."""
+        with contextlib.ExitStack() as undo:
+            for module in stack.owner.children():
+                if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
+                    forward = functools.partial(self.function(type(module).forward), module)
+                    undo.enter_context(patched(module, "forward", forward))
+            yield
 
     def repair(self, repair: Any) -> Any:
         """A repair map as one compiled function that all maps share, for each of their few shapes."""
@@ -120,6 +139,12 @@ class Capturer:
         return graph
 
 
+def whole_mask(padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Which positions each query sees (batch, 1, queries, positions): those up to its own column, but no padding."""
+    places = torch.arange(padding.shape[1], device=padding.device)
+    return (places <= columns.unsqueeze(1)) & (padding != 0)[:, None, None, :]
+
+
 class OnDevice:
     """What decoders have in common whose passes go by a clock on the device."""
 
@@ -140,6 +165,14 @@ class OnDevice:
         finally:
             self.cache.on_device(None)
 
+    def _mask(self, padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """What the model is given to mask by; from padding alone it makes the rest itself, in a dozen small kernels."""
+        if not self.stack.takes_whole_masks:
+            return padding
+        make = whole_mask if self.compiled is None else self.compiled.function(whole_mask)
+        mask: torch.Tensor = make(padding, columns)
+        return mask
+
     @contextlib.contextmanager
     def _shared_layers(self, few: bool = False) -> Iterator[None]:
         """Compiled layers, where asked for: one index for all of them, so that one compilation serves all."""
@@ -149,6 +182,7 @@ class OnDevice:
         with contextlib.ExitStack() as undo:
             undo.enter_context(one_index(self.stack.layers))
             undo.enter_context(waiting_first())
+            undo.enter_context(self.compiled.beside(self.stack))
             plain = self.layer_pass.repairs
             self.layer_pass.run_layer = self.compiled.runner(self.stack, self.cache, few)
             self.layer_pass.repairs = {index: self.compiled.repair(repair) for index, repair in plain.items()}
@@ -285,10 +319,9 @@ class GraphDecoder(OnDevice, EagerDecoder):
             self.is_compared = True
 
     def _pass(self, bucket: int) -> None:
-        padding = self.static_padding[:, :bucket]
-        logits = self.stack.run(self.layer_pass, self.static_tokens, padding, self.cache, self.static_position_ids)[
-            :, -1
-        ]
+        assert self.position is not None
+        mask = self._mask(self.static_padding[:, :bucket], self.position)
+        logits = self.stack.run(self.layer_pass, self.static_tokens, mask, self.cache, self.static_position_ids)[:, -1]
         self.static_logits.copy_(logits)
         # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
         self.static_tokens.copy_(logits.argmax(dim=-1, keepdim=True))

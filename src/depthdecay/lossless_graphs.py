@@ -73,11 +73,40 @@ class Window:
                 part.copy_(value)
 
 
-def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest token of each row, and its probability."""
+def take_draft(
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    ids: torch.Tensor,
+    drafted: torch.Tensor,
+    confidences: torch.Tensor,
+) -> None:
+    """Put the likeliest token behind the drafts so far, and its probability; `rows` are the tokens of short logits."""
     scores = logits.float()
     highest, token = scores.max(-1)
-    return token, (highest - scores.logsumexp(-1)).exp()
+    confidences.index_copy_(0, drafted, (highest - scores.logsumexp(-1)).exp())
+    drafted += 1
+    ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
+
+
+def take_verified(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    window: torch.Tensor,
+    drafted: torch.Tensor,
+    base: torch.Tensor,
+    answers: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """Keep the drafts that the full model would have said, and a token of its own; the next window starts there."""
+    said = logits.argmax(-1)
+    right = (said[:, :-1] == ids[:, 1:]).long().cumprod(1).sum(1)
+    right = torch.minimum(right, drafted)  # behind the drafts lie older ones
+    window[:, :1] = said.gather(1, right.unsqueeze(0))
+    answer = torch.cat([right + 1, said[0], said.new_zeros(SIZES[-1] - said.shape[1])])
+    answers.index_copy_(0, turn, answer.unsqueeze(0))
+    turn.copy_((turn + 1) % TURNS)
+    base += right + 1
+    drafted.zero_()
 
 
 class LosslessGraphDecoder(OnDevice, LosslessDecoder):
@@ -108,7 +137,6 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0
-        self._likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = likeliest
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
@@ -185,8 +213,9 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
     def _columns(self, size: int, bucket: int) -> None:
         """A pass over the slot's tokens, written from the device's position on."""
         slot = self.slots[size]
-        self.cache.on_device(self.start, bucket, self.start + slot.steps)
-        mask = self.mask[:, :bucket]
+        columns = self.start + slot.steps
+        self.cache.on_device(self.start, bucket, columns)
+        mask = self._mask(self.mask[:, :bucket], columns)
         logits = self.stack.run(self.layer_pass, slot.ids, mask, self.cache, slot.positions, keep=size)
         if slot.logits is None:
             slot.logits = torch.empty_like(logits)
@@ -286,16 +315,14 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self.cache.on_device(column, bucket)
         ids = window.ids.gather(1, window.drafted.unsqueeze(0))
         positions = column.unsqueeze(0) + window.offset
-        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :bucket], self.cache, positions, short=short)[:, -1]
-        if self.compiled is not None and self._likeliest is likeliest:
-            self._likeliest = torch.compile(likeliest)
-        token, confidence = self._likeliest(logits)
-        if short is not None:
-            token = short.ids[token]
-        window.confidences.index_copy_(0, window.drafted, confidence)
-        window.drafted += 1
-        window.ids.scatter_(1, window.drafted.unsqueeze(0), token.unsqueeze(0))
+        mask = self._mask(self.mask[:, :bucket], column)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, short=short)[:, -1]
+        rows = None if short is None else short.ids
+        self._as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences)
         window.confidences_read.copy_(window.confidences, non_blocking=True)
+
+    def _as_few_kernels(self, plain: Callable[..., None]) -> Callable[..., None]:
+        return plain if self.compiled is None else self.compiled.function(plain)
 
     def _verify(self, size: int, bucket: int) -> None:
         """The full model on the window; what it keeps moves the window on."""
@@ -304,14 +331,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self.cache.on_device(window.base, bucket, columns)
         ids = window.ids[:, :size].clone()
         positions = columns.unsqueeze(0) + window.offset
-        logits = self.stack.run(self.layer_pass, ids, self.mask[:, :bucket], self.cache, positions, keep=size)
-        said = logits.argmax(-1)
-        right = (said[:, :-1] == ids[:, 1:]).long().cumprod(1).sum(1)
-        right = torch.minimum(right, window.drafted)  # behind the drafts lie older ones
-        window.ids[:, :1] = said.gather(1, right.unsqueeze(0))
-        answer = torch.cat([right + 1, said[0], said.new_zeros(SIZES[-1] - size)])
-        window.answers.index_copy_(0, window.turn, answer.unsqueeze(0))
-        window.turn.copy_((window.turn + 1) % TURNS)
-        window.base += right + 1
-        window.drafted.zero_()
+        mask = self._mask(self.mask[:, :bucket], columns)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, keep=size)
+        take_over = self._as_few_kernels(take_verified)
+        take_over(logits, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
         window.answers_read.copy_(window.answers, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +84,18 @@ class Stack:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def takes_whole_masks(self) -> bool:
+        """Whether the model's forward takes a mask by query and position as it is, for all layers alike.
+
+        So do models that make theirs by transformers' common function, where no layer has a window and nothing else is
+        read off the padding, as positions are where they are learnt and biases where they stand for positions.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        common = hasattr(sys.modules[type(self.owner).__module__], "create_causal_mask")
+        rotary = hasattr(self.owner, "rotary_emb") and not getattr(config, "alibi", False)
+        return common and rotary and config._attn_implementation == "sdpa" and not any(self.windows)
 
     def for_batches(self) -> Stack:
         """The same layers for passes over any cache, as those of a batch: the model's own forward."""
