@@ -23,6 +23,7 @@ from .windows import StepCosts
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 SAVE_EVERY = 10.0  # seconds
+WARM_UPS = 6
 Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
 
 
@@ -118,11 +119,12 @@ def run_lossless_bench(
         ways = {method: way for method, way in ways.items() if method in main}
     rows = {method: LosslessRow(method) for method in ways}
     full_alone = LosslessRow("full")  # on the prompts that all methods share
-    # Short and long, so that what is captured once for a length of text is there before anything is timed.
-    ends = [min(prompts, key=len), max(prompts, key=len)]
+    # Short to long, so that what is captured once for a length of text is there before anything is timed.
+    by_length = sorted(prompts, key=len)
+    spread = [by_length[place * (len(by_length) - 1) // (WARM_UPS - 1)] for place in range(WARM_UPS)]
     for method, way in ways.items():
         progress(f"warming up {method}")
-        for prompt in ends if method in main else ends[:1]:
+        for prompt in spread if method in main and on_cuda else spread[:1]:
             if rows[method].error is None:
                 _attempted(rows[method], way, list(prompt))
 

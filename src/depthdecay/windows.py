@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST = 15  # drafts: with the token before them a verification of 16
-LOOKUP = 3  # tokens that must stand in the text before, to be followed
+LOOKUP = 8  # the longest end of a text that is looked for in the text before: the longer, the surer what follows
 # After how many plain steps a stopped drafter is tried again, at first; it doubles with every vain try.
 PAUSE = 16
 # What an unknown drafter is trusted with, counted as this many drafts that were seen.
