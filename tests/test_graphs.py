@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -279,3 +281,28 @@ def test_generated_kernels_wait_before_their_first_access() -> None:
             kernel_class._handle_pdl_before_access(kernel, buffers["loads"], "a weight that no kernel wrote")
         assert {name: len(buffer.lines) for name, buffer in buffers.items() if buffer.lines} == {place: 1}
     assert kernel_class._handle_pdl_before_access is original
+
+
+def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that compiled layers are held against is a plain one: what it compiled would overlap unsafely."""
+    inside: list[bool] = []
+    is_open = [False]
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        is_open[0] = True
+        try:
+            yield
+        finally:
+            is_open[0] = False
+
+    def function(self: graphs.CompiledLayers, plain: Any) -> Any:
+        inside.append(is_open[0])
+        return plain
+
+    monkeypatch.setattr(graphs, "waiting_first", waiting)
+    monkeypatch.setattr(graphs.CompiledLayers, "function", function)
+    engine = graph_engine(monkeypatch, tiny_model(), plan_with(None), compile=True)
+    engine.generate(PROMPTS[:1], max_new_tokens=4)
+    assert inside
+    assert all(inside)

@@ -169,9 +169,13 @@ class OnDevice:
         """What the model is given to mask by; from padding alone it makes the rest itself, in a dozen small kernels."""
         if not self.stack.takes_whole_masks:
             return padding
-        make = whole_mask if self.compiled is None else self.compiled.function(whole_mask)
-        mask: torch.Tensor = make(padding, columns)
+        mask: torch.Tensor = self._as_few_kernels(whole_mask)(padding, columns)
         return mask
+
+    def _as_few_kernels(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled wherever layers are: generated kernels are safe to overlap only if they are made in that place."""
+        inside = self.layer_pass.run_layer is not None
+        return self.compiled.function(plain) if inside and self.compiled is not None else plain
 
     @contextlib.contextmanager
     def _shared_layers(self, few: bool = False) -> Iterator[None]:

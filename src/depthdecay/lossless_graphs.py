@@ -321,9 +321,6 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self._as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences)
         window.confidences_read.copy_(window.confidences, non_blocking=True)
 
-    def _as_few_kernels(self, plain: Callable[..., None]) -> Callable[..., None]:
-        return plain if self.compiled is None else self.compiled.function(plain)
-
     def _verify(self, size: int, bucket: int) -> None:
         """The full model on the window; what it keeps moves the window on."""
         window = self.window

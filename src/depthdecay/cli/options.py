@@ -88,7 +88,7 @@ Lookup = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="In lossless mode: draft what followed the same N words before [3]; 0 switches it off.",
+        help="In lossless mode: draft what followed the same words before, N of them at most [8]; 0 for none.",
         rich_help_panel=_PLAN,
     ),
 ]
