@@ -86,6 +86,24 @@ def test_random_arrivals_mixed_depths_and_hang_ups(server: Running, tmp_path: Pa
     until(server.is_clean)
 
 
+def test_who_waits_for_a_place_has_been_waiting_since_it_came(server: Running) -> None:
+    load = Load(server.url, requests=6, concurrency=1, max_tokens=30, arrival="poisson", rate=10_000)
+    report = run_load(load)  # all come at once, and are answered one after the other
+    waited = sorted(outcome.first_token or 0.0 for outcome in report.outcomes)
+    spent = [30 * (outcome.per_token or 0.0) for outcome in report.outcomes]
+    assert waited[-1] > sum(sorted(spent)[:4])
+
+
+def test_a_server_that_keeps_something_fails_the_run(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def held(client: Any) -> dict[str, float]:
+        return {"rows_running": 1.0}
+
+    monkeypatch.setattr("depthdecay.loadtest._left_behind", held)
+    result = CliRunner().invoke(app, ["loadtest", "--url", server.url, "-r", "2", "-c", "2", "-n", "4"])
+    assert result.exit_code == 1, result.output
+    assert "rows running 1" in result.output
+
+
 def test_an_answer_that_is_not_whole_is_noticed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answer, "closing", lambda answer: [])
     report = run_load(Load(server.url, requests=2, max_tokens=4))

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +33,14 @@ from serving import PATIENCE, Running, events_of, running, tiny_engine, until  #
 from typer.testing import CliRunner  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine, Plan  # noqa: E402
-from depthdecay.batching import BatchSettings  # noqa: E402
+from depthdecay.batching import BatchSettings, Update  # noqa: E402
 from depthdecay.batching.drafting import RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
+from depthdecay.schedule import PowerSchedule  # noqa: E402
+from depthdecay.serve.answers import Account, Answer  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
+from depthdecay.serve.tokens import token_bytes, token_name  # noqa: E402
 from depthdecay.windows import Drafter  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
@@ -136,6 +140,87 @@ def test_completions_with_several_prompts_choices_and_log_probabilities(client: 
     assert all(len(top) <= 2 for top in logprobs.top_logprobs)
     ids = client.completions.create(model="tiny", prompt=[10, 11, 12], max_tokens=3, temperature=0)
     assert ids.usage.prompt_tokens == 3
+
+
+def test_a_stream_tells_the_whole_answers_log_probabilities(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": "ab", "seed": 4, "temperature": 1.2, "max_tokens": 12, "logprobs": 3}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True) if chunk.choices]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [value for piece in pieces if piece is not None for value in getattr(piece, name)] == getattr(
+            whole, name
+        )
+
+
+class Bytes:
+    """A tokenizer as these functions see it: "é" over two tokens, a byte by its number, a space as its mark."""
+
+    written = ("Ã", "©", "<0xE2>", "▁sky", "<s>", "ab")
+    texts = ("\ufffd", "\ufffd", "\ufffd", "sky", "<s>", "ab")
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.written[token]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.texts[tokens[0]]
+
+
+def test_tokens_have_their_own_bytes() -> None:
+    found = [token_bytes(Bytes(), token) for token in range(6)]
+    assert found == [b"\xc3", b"\xa9", b"\xe2", b" sky", b"<s>", b"ab"]
+    assert b"".join(found[:2]).decode() == "é"
+    assert [token_name(said) for said in found[:4]] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe2", " sky"]
+
+
+def test_half_a_character_starts_where_the_character_does() -> None:
+    account = Account()
+    ticket = SimpleNamespace(ids=[0])
+    settings: dict[str, Any] = {"model": "m", "mode": "full", "num_layers": 8, "tell_depths": False}
+    answer = Answer("text", "id", **settings, tokenizer=Bytes(), ticket=ticket, prompt_tokens=1, account=account)  # type: ignore[arg-type]
+    for token in (5, 0, 1, 3):
+        logprobs = SimpleNamespace(chosen=-1.0, top=[(0, -1.0), (1, -2.0)])
+        answer.take(Update(0, token, 8, logprobs=logprobs))  # type: ignore[arg-type]
+    told = answer.whole()["choices"][0]["logprobs"]
+    assert told["text_offset"] == [0, 2, 2, 3]
+    assert all(len(top) == 2 for top in told["top_logprobs"])  # two halves of characters are two tokens
+
+
+def test_time_per_token_is_of_each_answer() -> None:
+    account = Account()
+    for _ in range(3):
+        account.saw(0)
+        account.saw(1)
+    assert account.tokens == 6
+    assert [count for _, _, count in account.spans.values()] == [3, 3]
+
+
+def test_a_long_prompt_shortens_no_other_answer(server: Running) -> None:
+    answer = post(server, {"prompt": [[10, 11], [12] * 250], "max_tokens": 20, "temperature": 0}).json()
+    alone = post(server, {"prompt": [10, 11], "max_tokens": 20, "temperature": 0}).json()
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 20 + 6
+
+
+def test_what_is_null_was_not_said(client: Any, server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    plain = post(server, body).json()["choices"]
+    nulls = {"n": None, "stream": None, "stop": None, "logprobs": None, "tools": None, "depth_decay": {"mode": None}}
+    assert post(server, {**body, **nulls}).json()["choices"] == plain
+    messages = [{"role": "user", "content": "a"}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, logprobs=None, n=None)
+    assert_problem(post(server, {"prompt": None}), 400, param="prompt")
+
+
+def test_the_least_temperatures_take_the_likeliest_token(server: Running) -> None:
+    texts = {
+        post(server, {"prompt": "ab", "max_tokens": 8, "temperature": t, "seed": 1}).json()["choices"][0]["text"]
+        for t in (0, 1e-38, 1e-30, 1e-6)
+    }
+    assert len(texts) == 1
+
+
+def test_a_line_break_is_a_prompt(server: Running) -> None:
+    assert post(server, {"prompt": "\n", "max_tokens": 2}).status_code == 200
 
 
 def test_chat_log_probabilities(client: Any) -> None:
@@ -300,7 +385,32 @@ def test_bodies_that_are_no_proper_json(server: Running, content: bytes) -> None
 
 
 def test_a_text_that_is_too_long(server: Running) -> None:
-    assert "256" in assert_problem(post(server, {"prompt": "a" * 300}), 400)
+    assert "256" in assert_problem(post(server, {"prompt": "a" * 300}), 400, code="context_length_exceeded")
+
+
+@pytest.mark.parametrize("numbers", [{"over_tokens": 2**20}, {}])
+def test_huge_numbers_of_tokens_are_counted_by_depth_and_not_one_by_one(
+    engine: Engine, numbers: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    table = PowerSchedule.table
+
+    def seen(self: PowerSchedule, n: int) -> tuple[int, ...]:
+        lengths.append(n)
+        return table(self, n)
+
+    with running(engine, BATCH) as server:
+        monkeypatch.setattr(PowerSchedule, "table", seen)
+        body = {"prompt": "a", "max_tokens": 2**31 - 1, "stop": ["b"], "depth_decay": {"speedup": 1.07, **numbers}}
+        assert post(server, body).status_code == 200
+    assert max(lengths) <= 256  # the context
+
+
+def test_a_part_of_a_message_that_is_no_text_is_named(server: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://x"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    message = assert_problem(post(server, body, "/v1/chat/completions"), 400)
+    assert "type" in message or "image_url" in message
 
 
 def test_answers_are_shortened_to_what_fits(engine: Engine) -> None:

@@ -39,8 +39,9 @@ class Costs:
 
     def per_step(self, plan: Plan, tokens: int) -> float:
         """The mean over the steps that produce T_1 to T_(tokens-1)."""
-        depths = plan.depths(max(tokens, 2))[1:]
-        return sum(self.at(depth) for depth in depths) / len(depths)
+        tokens = max(tokens, 2)
+        read = sum(self.at(depth) * count for depth, count in plan.segments(tokens)) - self.at(plan.depth(0))
+        return read / (tokens - 1)
 
     def full(self) -> int:
         return sum(self.layers) + self.head
@@ -51,7 +52,8 @@ class Costs:
 
     def layer_speedup(self, plan: Plan, tokens: int) -> Fraction:
         """The layer speed-up with maps counted as the layers that they weigh."""
-        return Fraction(plan.num_layers * tokens) / sum(self.in_layers(depth) for depth in plan.depths(tokens))
+        executed = sum(self.in_layers(depth) * count for depth, count in plan.segments(tokens))
+        return Fraction(plan.num_layers * tokens) / executed
 
     def in_layers(self, depth: int) -> Fraction:
         """A step's layers and repair maps, in layers of mean size."""

@@ -5,6 +5,10 @@ class DepthDecayError(ValueError):
     """Bad input or an unsupported request. The command line prints its message on one line and exits with code 2."""
 
 
+class ContextError(DepthDecayError):
+    """A prompt leaves no room for an answer."""
+
+
 class PlanMismatchError(DepthDecayError):
     """A plan was made for another model than the one it is applied to."""
 

@@ -143,9 +143,9 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
         model = await _served_model(client, load.url)
         started = time.perf_counter()
 
-        async def go(body: dict[str, Any], hang_up_after: int | None) -> None:
+        async def go(body: dict[str, Any], hang_up_after: int | None, arrived: float) -> None:
             try:
-                outcomes.append(await _answer(client, body, hang_up_after))
+                outcomes.append(await _answer(client, body, hang_up_after, arrived))
             finally:
                 free.release()
                 progress(len(outcomes))
@@ -157,7 +157,9 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
                 due += generator.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await free.acquire()
-            tasks.append(asyncio.create_task(go(body, hang_up_after)))
+            # Who comes at random times and finds no place has been waiting since then.
+            arrived = due if load.arrival == "poisson" else time.perf_counter()
+            tasks.append(asyncio.create_task(go(body, hang_up_after, arrived)))
         await asyncio.gather(*tasks)
         seconds = time.perf_counter() - started
         return Report(model, seconds, outcomes, await _left_behind(client))
@@ -209,11 +211,10 @@ def ask_for(load: Load, generator: random.Random, number: int) -> tuple[dict[str
     return body, generator.randrange(1, max(2, load.max_tokens // 2)) if leaves else None
 
 
-async def _answer(client: Any, body: dict[str, Any], hang_up_after: int | None) -> Outcome:
+async def _answer(client: Any, body: dict[str, Any], hang_up_after: int | None, started: float) -> Outcome:
     import httpx
 
     outcome = Outcome()
-    started = time.perf_counter()
     last = started
     reason, told, ended, pieces = None, None, False, 0
     try:

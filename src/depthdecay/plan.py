@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ class Plan:
 
     def depths(self, n: int) -> tuple[int, ...]:
         return self.schedule.table(n)
+
+    def segments(self, n: int) -> Iterator[tuple[int, int]]:
+        """(depth, how many of the first n tokens have it), from the first to the last."""
+        return self.schedule.segments(n)
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return self.ladder.layers(depth)

@@ -32,7 +32,7 @@ def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary:
     if isinstance(prompt, str) or is_chat:
         if tokenizer is None:
             raise DepthDecayError("text prompts need a tokenizer; pass token ids, or Engine(model, tokenizer, plan)")
-        if isinstance(prompt, str) and not prompt.strip():
+        if isinstance(prompt, str) and not (prompt if settings.get("chat") is False else prompt.strip()):
             raise DepthDecayError("the prompt is empty; give at least one word")
         if isinstance(prompt, str):
             ids = prompt_ids(tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"))

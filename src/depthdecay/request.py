@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteriaList
 
-from .errors import DepthDecayError, one_line
+from .errors import ContextError, DepthDecayError, one_line
 from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
 from .windows import LONGEST, LOOKUP
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Plain greedy search: a model's own sampling, penalties or stop strings would hide what its layers say.
 PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 UNENDING: dict[str, Any] = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}  # answers as long as they are asked for
+LEAST_TEMPERATURE = 1e-5  # below, the likeliest token is all that is left, and scores divided by it leave their range
 DEFAULT_NEW_TOKENS = 256  # where neither the caller nor the model's generation_config says
 
 
@@ -29,7 +30,8 @@ class Request:
     """A batch of prompts as token ids, and everything that decides how their answers are picked and ended."""
 
     prompts: list[list[int]]
-    max_new_tokens: int
+    max_new_tokens: int  # of all answers that go in lock-step
+    own_limits: list[int]  # by prompt: a longer one beside it shortens no answer that goes by itself
     generation_config: Any
     eos_token_ids: frozenset[int]
     pad_token_id: int
@@ -61,6 +63,7 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     return Request(
         prompts=ids,
         max_new_tokens=new_tokens,
+        own_limits=[_new_tokens(engine, max_new_tokens, len(prompt)) for prompt in ids],
         generation_config=config,
         eos_token_ids=frozenset(eos),
         pad_token_id=pads[0] if pads else 0,
@@ -204,6 +207,8 @@ def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) ->
     if "do_sample" not in given and _SAMPLING.keys() & given.keys():
         given["do_sample"] = True
     sampling = given["do_sample"] if "do_sample" in given else _own_value(own, "do_sample", vocabulary)
+    if given.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        given["temperature"] = 0.0
     sampling = bool(sampling) and given.get("temperature") != 0
     chosen = {
         name: given[name] if name in given else _own_value(own, name, vocabulary)
@@ -255,7 +260,7 @@ def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
         asked = whole_number("max_new_tokens", plain(asked), 1)
     limit = engine.stack.context_limit()
     if limit is not None and prompt_length >= limit:
-        raise DepthDecayError(
+        raise ContextError(
             f"the prompt has {prompt_length} tokens, but the model's context holds {limit} and needs one for the answer"
         )
     own = engine.stack.model.generation_config

@@ -101,7 +101,7 @@ class Schedule:
         """How many layers produce generated token i."""
         return self._depths[bisect_right(self._starts, whole_number("token index", i, 0)) - 1]
 
-    def _segments(self, n: int) -> Iterator[tuple[int, int]]:
+    def segments(self, n: int) -> Iterator[tuple[int, int]]:
         """(depth, how many tokens have it) over the first n tokens."""
         whole_number("number of tokens", n, 0)
         for start, end, depth in zip(self._starts, (*self._starts[1:], n), self._depths, strict=True):
@@ -110,18 +110,18 @@ class Schedule:
 
     def table(self, n: int) -> tuple[int, ...]:
         """The depths of tokens 0 to n-1."""
-        return tuple(depth for depth, count in self._segments(n) for _ in range(count))
+        return tuple(depth for depth, count in self.segments(n) for _ in range(count))
 
     def visited_depths(self, n: int) -> tuple[int, ...]:
         """The distinct depths of the first n tokens, deepest first."""
-        return tuple(depth for depth, _ in self._segments(n))
+        return tuple(depth for depth, _ in self.segments(n))
 
     def layers_executed(self, n: int) -> int:
-        return sum(depth * count for depth, count in self._segments(n))
+        return sum(depth * count for depth, count in self.segments(n))
 
     def tokens_at_least(self, depth: int, n: int) -> int:
         """How many of the first n tokens run at this depth or deeper."""
-        return sum(count for reached, count in self._segments(n) if reached >= depth)
+        return sum(count for reached, count in self.segments(n) if reached >= depth)
 
     def mean_depth(self, n: int) -> float:
         return self.layers_executed(whole_number("number of tokens", n, 1)) / n

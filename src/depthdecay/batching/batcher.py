@@ -184,7 +184,8 @@ class Batcher:
         keys = sequence_keys(request.seed, request.prompts) if request.seed is not None else []
         sequences = []
         for number, prompt in enumerate(request.prompts):
-            needs = self._needs(prompt, plan, request.max_new_tokens)
+            limit = request.own_limits[number]
+            needs = self._needs(prompt, plan, limit)
             result = Result(
                 num_layers=self.stack.num_layers,
                 prompt_tokens=len(prompt),
@@ -197,7 +198,7 @@ class Batcher:
                 torch.tensor([prompt], device=self.engine.device),
                 logits_processor=request.logits_processor,
                 keys=keys[number : number + 1],
-                max_new_tokens=request.max_new_tokens,
+                max_new_tokens=limit,
             )
             row = Row(result, self.engine.tokenizer, request)
             # What looks at the text so far, or is told of every token, goes token by token.
@@ -209,9 +210,9 @@ class Batcher:
                     plan=plan,
                     row=row,
                     sampler=sampler,
-                    new_tokens=request.max_new_tokens,
+                    new_tokens=limit,
                     logprobs=logprobs,
-                    depths=plan.depths(request.max_new_tokens),
+                    depths=plan.depths(limit),
                     needs=needs,
                     submitted=self.clock(),
                     drafts=RowDrafts(prompt, request, can_draft) if mode == "lossless" else None,

@@ -66,7 +66,7 @@ def loadtest(
         asked = {"requests": requests, "concurrency": concurrency, "arrival": arrival, "max_tokens": max_tokens}
         asked |= {"rate": rate if arrival == "poisson" else None, "depth": list(load.depth), "hang_up": hang_up}
         write_result(output, {"kind": "loadtest", "load": asked, **report.figures()})
-    if report.errors:
+    if report.errors or any(value > 0 for value in report.left_behind.values()):
         raise typer.Exit(1)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..batching import Update
 from ..engine import Result
-from ..errors import DepthDecayError
+from ..errors import ContextError, DepthDecayError
 from .problems import ApiError, dumps
+from .tokens import token_bytes, token_name
 from .worker import Ticket
 
 DONE = "data: [DONE]\n\n"
@@ -21,15 +22,18 @@ class Account:
     """One request as the log and the metrics see it: figures only, never text."""
 
     started: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
     tokens: int = 0
-    last_token: float | None = None
+    spans: dict[int, tuple[float, float, int]] = field(default_factory=dict)  # by sequence: first and last token, count
 
-    def saw(self, tokens: int) -> None:
+    def saw(self, sequence: int) -> None:
         now = time.monotonic()
-        self.first_token = self.first_token or now
-        self.last_token = now
-        self.tokens += tokens
+        first, _, count = self.spans.get(sequence, (now, now, 0))
+        self.spans[sequence] = first, now, count + 1
+        self.tokens += 1
+
+    @property
+    def first_token(self) -> float | None:
+        return min((first for first, _, _ in self.spans.values()), default=None)
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Choice:
     text: str = ""
     depths: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    said: bytes = b""  # of all tokens that log probabilities were told of
     result: Result | None = None
     # Told with the next piece of text: a token may hold half a character, or what might become a stop string.
     new_depths: list[int] = field(default_factory=list)
@@ -71,32 +76,34 @@ class Answer:
         if update.error is not None:
             raise update.error
         assert update.token is not None
-        self.account.saw(1)
+        self.account.saw(update.id)
         choice.text += update.text
         choice.depths.append(update.depth)
         choice.new_depths.append(update.depth)
         if update.logprobs is not None:
-            choice.new_logprobs.append(self._token_logprob(update))
+            choice.new_logprobs.append(self._token_logprob(choice, update))
             choice.logprobs.append(choice.new_logprobs[-1])
         choice.result = update.result
         return choice
 
-    def _token_logprob(self, update: Update) -> dict[str, Any]:
+    def _token_logprob(self, choice: Choice, update: Update) -> dict[str, Any]:
         assert update.token is not None
         assert update.logprobs is not None
         named = self._named(update.token, update.logprobs.chosen)
+        named["offset"] = len(choice.said.decode("utf-8", "ignore"))
+        choice.said += bytes(named["bytes"])
         named["top_logprobs"] = [self._named(token, log) for token, log in update.logprobs.top]
         return named
 
     def _named(self, token: int, log: float) -> dict[str, Any]:
-        text = str(self.tokenizer.decode([token]))
-        return {"token": text, "logprob": max(log, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+        said = token_bytes(self.tokenizer, token)
+        return {"token": token_name(said), "logprob": max(log, -9999.0), "bytes": list(said)}
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for choice in self.choices.values():
             body = {"message": {"role": "assistant", "content": choice.text}} if self.is_chat else {"text": choice.text}
-            choices.append(self._choice(choice, body, choice.logprobs, offset=0))
+            choices.append(self._choice(choice, body, choice.logprobs))
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
             "choices": choices,
@@ -111,11 +118,9 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(
-        self, choice: Choice, body: dict[str, Any], logprobs: list[dict[str, Any]], offset: int
-    ) -> dict[str, Any]:
+    def _choice(self, choice: Choice, body: dict[str, Any], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         reason = choice.result.finish_reason if choice.result is not None else None
-        told = (_chat_logprobs(logprobs) if self.is_chat else _text_logprobs(logprobs, offset)) if logprobs else None
+        told = (_chat_logprobs(logprobs) if self.is_chat else _text_logprobs(logprobs)) if logprobs else None
         return {"index": choice.index, **body, "logprobs": told, "finish_reason": reason}
 
     def usage(self) -> dict[str, int]:
@@ -169,7 +174,7 @@ class Answer:
 
     def _chunk(self, choice: Choice, body: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        chunk["choices"] = [self._choice(choice, body, choice.new_logprobs, len(choice.text))]
+        chunk["choices"] = [self._choice(choice, body, choice.new_logprobs)]
         told: dict[str, Any] = {}
         if self.tell_depths:
             told["depths"] = choice.new_depths
@@ -224,7 +229,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DepthDecayError):
-        return ApiError(400, " ".join(str(error).split()))
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return ApiError(400, " ".join(str(error).split()), code=code)
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
@@ -233,17 +239,13 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"content": tokens}
+    return {"content": [{key: value for key, value in token.items() if key != "offset"} for token in tokens]}
 
 
-def _text_logprobs(tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    offsets, at = [], offset
-    for token in tokens:
-        offsets.append(at)
-        at += len(token["token"])
+def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
-        "text_offset": offsets,
+        "text_offset": [token["offset"] for token in tokens],
     }

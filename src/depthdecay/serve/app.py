@@ -169,8 +169,8 @@ class Service:
             raise self._told(error) from error
 
     def _prepare(self, asked: CompletionRequest | ChatRequest) -> Any:
-        limit = max_tokens(asked)
-        mode, plan = self.depths.resolve(asked.depth_decay, limit)
+        limit, most = max_tokens(asked), self.worker.batcher.max_positions
+        mode, plan = self.depths.resolve(asked.depth_decay, None if limit is None else min(limit, most))
         prompts: list[Any]
         if isinstance(asked, ChatRequest):
             prompts = [[message.plain() for message in asked.messages]] * asked.n
@@ -181,14 +181,15 @@ class Service:
         with self._tokenizing:
             prepared = prepare_request(self.engine, prompts, limit, settings)
         # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
-        longest, most = max(map(len, prepared.prompts)), self.worker.batcher.max_positions
+        longest = max(map(len, prepared.prompts))
         if longest >= most:
             raise ApiError(
                 400,
                 f"the prompt has {longest} tokens, but texts here have at most {most}, answer included",
                 code="context_length_exceeded",
             )
-        prepared.max_new_tokens = min(prepared.max_new_tokens, most - longest)
+        limits = zip(prepared.own_limits, prepared.prompts, strict=True)
+        prepared.own_limits = [min(own, most - len(prompt)) for own, prompt in limits]
         return prepared, mode, plan
 
     async def _collected(self, answer: Answer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
@@ -269,9 +270,9 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong, by name."""
+    """What is wrong, by name; of the forms that a value may have, what is said of the one that it has most of."""
     assert isinstance(error, RequestValidationError)
-    found = error.errors()[0]
+    found = max(error.errors(), key=lambda problem: len(problem["loc"]))
     places = [
         str(place) for place in found["loc"][1:] if not str(place).startswith(("function", "list[", "constrained"))
     ]

@@ -72,11 +72,12 @@ class Metrics:
         self._seen = values
 
     def answered(self, account: Account) -> None:
-        if account.first_token is None or account.last_token is None:
+        if account.first_token is None:
             return
         self.to_first.observe(account.first_token - account.started)
-        if account.tokens > 1:
-            self.per_token.observe((account.last_token - account.first_token) / (account.tokens - 1))
+        for first, last, count in account.spans.values():
+            if count > 1:
+                self.per_token.observe((last - first) / (count - 1))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +18,12 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class Model(BaseModel):
     # Strict: "5" is no number and true is no 1. Infinite numbers mean nothing here.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_says_nothing(cls, given: Any) -> Any:
+        """As for OpenAI: clients write null for what they leave to the server."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class DepthDecay(Model):
