@@ -121,10 +121,11 @@ def check_random_arrivals(
     modes: Sequence[str] = MIXED,
     plans: Sequence[Plan] = DECAYS,
     windows: Windows | None = None,
+    batcher_type: type[Batcher] = Batcher,
 ) -> Batcher:
     """Requests come at random steps, some are given up on the way; the others get what they get alone."""
     generator = random.Random(seed)
-    batcher = Batcher(Engine(model, None, plans[0], repairs=repairs), settings)
+    batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs), settings)
     coming = random_asks(generator, 12, modes, plans)
     if windows is not None:
         for ask in (ask for ask in coming if ask["mode"] == "lossless"):
@@ -210,6 +211,32 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> Windows:
 
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
     check_random_arrivals(tiny_model(architecture), seed=1)
+
+
+def test_requests_that_wait_for_company_get_what_they_get_alone() -> None:
+    """Company is waited for by the clock, which here makes a leap with every look at it."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.003
+        return now[0]
+
+    held: list[int] = []
+
+    class Waiting(Batcher):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.clock = clock
+
+        def step(self) -> list[Update]:
+            before = len(self.waiting)
+            updates = super().step()
+            held.append(before and len(self.waiting) == before and len(self.rows) < self.settings.max_batch)
+            return updates
+
+    settings = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0.05)
+    check_random_arrivals(tiny_model(), 3, settings=settings, batcher_type=Waiting)
+    assert any(held)  # some did wait
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -581,6 +581,33 @@ def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:
     assert alone.make(Goal(speedup=1.2)).figures["elsewhere"] is None
 
 
+def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    few = replace(SMALL, fit_prompts=200)
+    plain = Calibration(model, None, token_prompts(24), tmp_path / "plain", replace(few, again=0))
+    run = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
+
+    def count(recording: Recording) -> int:
+        return sum(batch.inputs.shape[0] for batch in recording.batches)
+
+    assert count(run.fit) == 3 * count(plain.fit)
+    assert count(run.select) == count(plain.select)  # choices and promises go by greedy answers, as users get them
+    assert count(run.held_out) == count(plain.held_out)
+    kept = run.work.read("again")
+    assert len(kept) == 2 * count(plain.fit)
+    assert len({tuple(tokens) for tokens in kept}) > len(kept) // 2  # each answer another
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("answered again, though the answers lie there")
+
+    monkeypatch.setattr("depthdecay.calibrate.run.continue_prompts", refuse)
+    resumed = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
+    assert count(resumed.fit) == count(run.fit)
+    enough = replace(SMALL, fit_prompts=8)
+    monkeypatch.undo()
+    assert Calibration(model, None, token_prompts(24), tmp_path / "enough", enough).work.read("again") == []
+
+
 def test_none_of_the_users_prompts_is_mixed_in_again() -> None:
     lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
     texts = [line.replace("\\n", "\n") for line in lines]

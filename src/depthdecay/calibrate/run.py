@@ -41,6 +41,7 @@ class Settings:
     select_prompts: int = 128  # never fitted on: the search and all choices are decided by them
     held_out_prompts: int = 128  # for the figures that the plan promises; a plan over its budget is made slower
     new_tokens: int = 200
+    again: int = 2  # further answers to each prompt that is fitted on, sampled, where prompts are fewer than asked for
     variety: float = 0.5  # prompts of other kinds besides the user's, as a share of those that are fitted on
     search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
     rows: int = 32
@@ -145,6 +146,7 @@ class Calibration:
         self.work = WorkFolder(folder, inputs)
         split = self._that_fit(split, len(others), device)
         texts = self._texts([*split.calibration, *split.held_out, *others])
+        again = self._answers_again(split.calibration[: self._fitted(len(split.calibration))], len(texts), device)
         own, rest = texts[: len(split.calibration)], texts[len(split.calibration) :]
         held_out, more = rest[: len(split.held_out)], rest[len(split.held_out) :]
         self.settings = self._within_texts([*own, *held_out])
@@ -152,9 +154,9 @@ class Calibration:
         # kinds lose several times as much, and would outvote them.
         elsewhere, more = more[: len(more) // 6], more[len(more) // 6 :]
         fit = self._fitted(len(own))
-        seen = {token for text in (*own, *more) for token in (*text.prompt, *text.tokens)}
+        seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
-        self.fit = self._record([*own[:fit], *more], "reading calibration texts")
+        self.fit = self._record([*own[:fit], *again, *more], "reading calibration texts")
         self.select = self._record(own[fit:], "reading texts to choose by")
         self.held_out = self._record(held_out, "reading held-out texts")
         self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
@@ -186,9 +188,7 @@ class Calibration:
 
         What was decided once is kept, so that an interrupted run goes on with the same prompts.
         """
-        size = torch.empty((), dtype=self.stack.model.dtype).element_size()
-        states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
-        most = int(0.7 * free_bytes(device) / (2.5 * states)) - len(split.held_out) - others
+        most = self._room_for_texts(device) - len(split.held_out) - others
         kept = self.work.read("prompts")
         most = min(most, len(split.calibration)) if kept is None else kept
         if most < min(8, len(split.calibration)):
@@ -201,6 +201,12 @@ class Calibration:
             return split
         self.say(f"the memory holds the states of {most} prompts, so fewer than {len(split.calibration)} are used")
         return replace(split, calibration=split.calibration[:most])
+
+    def _room_for_texts(self, device: torch.device) -> int:
+        """How many texts' states the memory holds."""
+        size = torch.empty((), dtype=self.stack.model.dtype).element_size()
+        states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
+        return int(0.7 * free_bytes(device) / (2.5 * states))
 
     def _within_texts(self, texts: Sequence[Continuation]) -> Settings:
         """A horizon that texts reach: what few of them come to cannot be measured, so it is not promised."""
@@ -242,6 +248,30 @@ class Calibration:
         texts = continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, progress=told)
         self.work.write("texts", [text.tokens for text in texts])
         return texts
+
+    def _answers_again(self, prompts: list[list[int]], texts: int, device: torch.device) -> list[Continuation]:
+        """Sampled answers to the same prompts, where these are few: maps need more text than choices do.
+
+        `texts` are there already, and the memory must hold them all.
+        """
+        kept = self.work.read("again")
+        if kept is None:
+            wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
+            rounds = min(max(wanted, 0) // len(prompts), self.settings.again)
+            engine, batch = Engine(self.model), min(self.settings.batch, len(prompts))
+
+            def told(done: int, total: int) -> None:
+                self.say(f"the full model answers the same prompts again: {done} of {total}")
+
+            kept = []
+            for number in range(rounds):
+                found = continue_prompts(
+                    engine, prompts, self.settings.new_tokens, batch=batch, seed=number + 1, progress=told
+                )
+                kept += [text.tokens for text in found]
+            self.work.write("again", kept)
+        repeated = prompts * (len(kept) // len(prompts))
+        return [Continuation(tuple(p), tuple(t)) for p, t in zip(repeated, kept, strict=True)]
 
     def _record(self, texts: Sequence[Continuation], title: str) -> Recording:
         def told(done: int, total: int) -> None:
