@@ -24,7 +24,7 @@ from depthdecay.ladder import runs_of
 from depthdecay.models import load
 from depthdecay.repairs import Repair, Repairs
 from depthdecay.request import PLAIN_GREEDY, prepare_request
-from depthdecay.windows import Drafter
+from depthdecay.windows import Drafter, StepCosts
 
 SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 
@@ -635,3 +635,19 @@ def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
         expected = engine.generate([question], 48, mode="decay" if mode == "decay" else "full", **PLAIN_GREEDY)[0]
         assert tokens == expected.token_ids
     assert_nothing_left(batcher)
+
+
+def test_a_new_row_knows_how_often_others_found_the_right_words() -> None:
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    request = prepare_request(batcher.engine, [PROMPTS[0]], 8, {})
+    first = RowDrafts(PROMPTS[0], request, True, batcher.drafting.found)
+    for _ in range(30):
+        first.tokens, first.source = [5, 6, 7], first.lookup
+        first.judge([9, 9, 9, 9])  # all wrong
+    second = RowDrafts(PROMPTS[0], request, True, batcher.drafting.found)
+    assert second.lookup.acceptance == pytest.approx(batcher.drafting.found.value)
+    assert second.lookup.acceptance < 0.3
+    first.tokens, first.source = [5], Drafter(StepCosts(0.3), depth=4)
+    before = batcher.drafting.found.value
+    first.judge([5, 6])  # drafts by layers say nothing about lookup
+    assert batcher.drafting.found.value == before

@@ -215,7 +215,7 @@ class Batcher:
                     depths=plan.depths(limit),
                     needs=needs,
                     submitted=self.clock(),
-                    drafts=RowDrafts(prompt, request, can_draft) if mode == "lossless" else None,
+                    drafts=RowDrafts(prompt, request, can_draft, self.drafting.found) if mode == "lossless" else None,
                 )
             )
         self.waiting.extend(sequences)

@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..repairs import Repairs
 from ..request import Request
 from ..stack import Stack
-from ..windows import Drafter, Lookup, Pace, StepCosts
+from ..windows import Drafter, Lookup, Pace, Share, StepCosts
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -34,14 +34,18 @@ if TYPE_CHECKING:
 class RowDrafts:
     """One lossless row's window: the drafts that its next full pass judges."""
 
-    def __init__(self, prompt: Sequence[int], request: Request, can_draft: bool) -> None:
-        """`can_draft`: False for a row that needs its tokens one by one; it is still accounted for."""
+    def __init__(self, prompt: Sequence[int], request: Request, can_draft: bool, common: Share) -> None:
+        """`can_draft`: False for a row that needs its tokens one by one; it is still accounted for.
+
+        `common`: how often what rows found was right; a new row starts from there.
+        """
         self.tokens: list[int] = []
         self.source: Drafter | None = None
         self.is_drafting = False  # its next pass makes a draft
         self.longest = request.window if can_draft else 0
         self.text = Lookup(prompt, request.lookup) if can_draft and request.lookup else None
-        self.lookup = Drafter(StepCosts(0.0), prior=0.6)
+        self.lookup = Drafter(StepCosts(0.0), prior=common.value)
+        self.common = common
 
     def found(self, longest: int) -> list[int]:
         """What followed the same words before."""
@@ -55,6 +59,8 @@ class RowDrafts:
         depth = None if self.source is None else self.source.depth
         if self.source is not None:
             self.source.saw(len(self.tokens), right)
+            if self.source is self.lookup and self.tokens:
+                self.common.saw(min(right + 1, len(self.tokens)), right)
         if self.text is not None:
             self.text.add(said[: right + 1])
         self.tokens = []
@@ -113,6 +119,7 @@ class BatchDrafting:
     def __init__(self, stack: Stack, plan: Plan, repairs: Repairs) -> None:
         self.num_layers = stack.num_layers
         self.pace = BatchPace()
+        self.found = Share.at_first(0.6)  # right, of what rows find in their texts
         self.by_layers = drafting_for(stack, plan, repairs, None)
         self.by_layers.pace = self.pace
         self.drafter: Drafter | None = None  # by layers, of the window that rows are in
