@@ -85,6 +85,11 @@ class Stack:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @functools.cached_property
+    def config(self) -> Any:
+        """Of the language model, also where it is a part of something larger."""
+        return self.model.config.get_text_config(decoder=True)
+
     @property
     def takes_whole_masks(self) -> bool:
         """Whether the model's forward takes a mask by query and position as it is, for all layers alike.
@@ -92,7 +97,7 @@ class Stack:
         So do models that make theirs by transformers' common function, where no layer has a window and nothing else is
         read off the padding, as positions are where they are learnt and biases where they stand for positions.
         """
-        config = self.model.config.get_text_config(decoder=True)
+        config = self.config
         common = hasattr(sys.modules[type(self.owner).__module__], "create_causal_mask")
         rotary = hasattr(self.owner, "rotary_emb") and not getattr(config, "alibi", False)
         return common and rotary and config._attn_implementation == "sdpa" and not any(self.windows)
@@ -167,7 +172,7 @@ class Stack:
 
     def _require_all_layers(self) -> None:
         """Models loop over as many layers as their configuration says at the time."""
-        said = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        said = self.config.num_hidden_layers
         if said != self.num_layers:
             raise DepthDecayError(
                 f"the model's configuration says {said} layers now, of {self.num_layers} when this engine was made "
@@ -221,7 +226,7 @@ class Stack:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return int(self.config.hidden_size)
 
     def gated_mlp(self, index: int) -> GatedMLP | None:
         """The layer's gated MLP, where it is built as in Llama and its kin; None for any other kind."""
@@ -238,7 +243,7 @@ class Stack:
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of weights that one token reads in each layer (of a mixture's experts, those that it is routed to)."""
-        config = self.model.config.get_text_config(decoder=True)
+        config = self.config
         return tuple(_weight_bytes(layer, config) for layer in self.layers)
 
     def head_bytes(self) -> int:
@@ -248,7 +253,7 @@ class Stack:
 
     def context_limit(self) -> int | None:
         """How many positions the model knows, or None where it sets no bound."""
-        config = self.model.config.get_text_config(decoder=True)
+        config = self.config
         limit = getattr(config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 

@@ -548,7 +548,7 @@ def _nested(plan: Plan, served: Plan) -> bool:
 def _refuse_unsupported(engine: Engine) -> None:
     if len({parameter.device for parameter in engine.stack.model.parameters()}) > 1:
         raise UnsupportedModelError("the model is spread over several devices; a batch of requests needs it on one")
-    config = engine.stack.model.config.get_text_config(decoder=True)
+    config = engine.stack.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "mrope_section" in str(rope):
         raise UnsupportedModelError(

@@ -189,7 +189,7 @@ def shapes_of(stack: Stack) -> list[Shape]:
 
     device = primary_device(stack.model)
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
-    cache = Watched(config=stack.model.config.get_text_config(decoder=True))
+    cache = Watched(config=stack.config)
     with torch.no_grad():
         stack.run(LayerPass(), ids, None, cache, torch.zeros_like(ids))
     return [found[layer] for layer in range(stack.num_layers)]

@@ -6,7 +6,8 @@ from depthdecay.calibrate.continuations import read_prompts
 from depthdecay.calibrate.fidelity import Fidelity, Simulator
 from depthdecay.calibrate.fit import FitSettings
 from depthdecay.calibrate.goal import Goal
-from depthdecay.calibrate.run import Calibrated, Calibration, Settings
+from depthdecay.calibrate.run import Calibrated, Calibration
+from depthdecay.calibrate.settings import Settings
 from depthdecay.calibrate.summary import report_data
 
 __all__ = [

@@ -28,7 +28,7 @@ def can_simulate_drafts(stack: Stack) -> bool:
 
 
 def _config(stack: Stack) -> Any:
-    return stack.model.config.get_text_config(decoder=True)
+    return stack.config
 
 
 class Drafts(Recording):

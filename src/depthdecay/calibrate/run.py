@@ -19,6 +19,7 @@ from depthdecay.calibrate.goal import CONFIDENCE, Goal, upper_bound
 from depthdecay.calibrate.influence import block_influence, unrepaired_share
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
+from depthdecay.calibrate.settings import Settings
 from depthdecay.calibrate.work import WorkFolder
 from depthdecay.devices import free_bytes
 from depthdecay.engine import Engine
@@ -31,61 +32,6 @@ from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.stack import Stack
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much is measured. The defaults of `for_device` suit a GPU, or two cores and a small model."""
-
-    fit_prompts: int = 1024
-    select_prompts: int = 128  # never fitted on: the search and all choices are decided by them
-    held_out_prompts: int = 128  # for the figures that the plan promises; a plan over its budget is made slower
-    new_tokens: int = 200
-    again: int = 2  # further answers to each prompt that is fitted on, sampled, where prompts are fewer than asked for
-    variety: float = 0.5  # prompts of other kinds besides the user's, as a share of those that are fitted on
-    search_prompts: int = 256  # of the fit prompts; the search fits many maps and needs fewer texts for it
-    rows: int = 32
-    batch: int = 128
-    beam: int = 2
-    width: int = 4
-    first_width: int | None = None  # all layers
-    lowest_share: float = 0.5  # the search goes down to this share of the layers
-    minutes: float = 8.0  # of search, after which it is hastened
-    seed: int = 0
-    # Sizes of maps to choose from, by KL at equal cost.
-    maps: tuple[FitSettings, ...] = (
-        FitSettings(256),
-        FitSettings(256, 256),
-        FitSettings(512, 1024),
-    )
-    ridges: tuple[float, ...] = (0.01,)
-    warmups: tuple[float, ...] = (0.05, 0.15)  # shares of the horizon, besides none
-
-    def share_for(self, speedup: float) -> float:
-        """How far down a ladder is needed for a speed-up: some layers below the mean depth."""
-        return min(max(1 / speedup - 0.14, 0.1), 0.9)
-
-    @classmethod
-    def for_device(cls, device: torch.device) -> Settings:
-        if device.type == "cuda":
-            return cls()
-        return cls(
-            fit_prompts=40,
-            select_prompts=8,
-            held_out_prompts=16,
-            new_tokens=96,
-            search_prompts=24,
-            rows=8,
-            batch=16,
-            beam=1,
-            width=3,
-            first_width=8,
-            lowest_share=0.7,
-            minutes=3.0,
-            maps=(FitSettings(64, 64, 0.03),),
-            ridges=(),
-            warmups=(0.15,),
-        )
 
 
 @dataclass(frozen=True)
@@ -239,15 +185,18 @@ class Calibration:
         if kept is not None:
             self.say("going on with the texts of an interrupted run")
             return [Continuation(tuple(p), tuple(t)) for p, t in zip(prompts, kept, strict=True)]
-        engine = Engine(self.model)
-        batch = min(self.settings.batch, len(prompts))
-
-        def told(done: int, total: int) -> None:
-            self.say(f"the full model answers prompts: {done} of {total}")
-
-        texts = continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, progress=told)
+        texts = self._answered(Engine(self.model), prompts, "the full model answers prompts")
         self.work.write("texts", [text.tokens for text in texts])
         return texts
+
+    def _answered(
+        self, engine: Engine, prompts: list[list[int]], title: str, seed: int | None = None
+    ) -> list[Continuation]:
+        def told(done: int, total: int) -> None:
+            self.say(f"{title}: {done} of {total}")
+
+        batch = min(self.settings.batch, len(prompts))
+        return continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, seed=seed, progress=told)
 
     def _answers_again(self, prompts: list[list[int]], texts: int, device: torch.device) -> list[Continuation]:
         """Sampled answers to the same prompts, where these are few: maps need more text than choices do.
@@ -258,17 +207,9 @@ class Calibration:
         if kept is None:
             wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
             rounds = min(max(wanted, 0) // len(prompts), self.settings.again)
-            engine, batch = Engine(self.model), min(self.settings.batch, len(prompts))
-
-            def told(done: int, total: int) -> None:
-                self.say(f"the full model answers the same prompts again: {done} of {total}")
-
-            kept = []
-            for number in range(rounds):
-                found = continue_prompts(
-                    engine, prompts, self.settings.new_tokens, batch=batch, seed=number + 1, progress=told
-                )
-                kept += [text.tokens for text in found]
+            engine, title = Engine(self.model), "the full model answers the same prompts again"
+            answers = (self._answered(engine, prompts, title, seed=number + 1) for number in range(rounds))
+            kept = [text.tokens for answer in answers for text in answer]
             self.work.write("again", kept)
         repeated = prompts * (len(kept) // len(prompts))
         return [Continuation(tuple(p), tuple(t)) for p, t in zip(repeated, kept, strict=True)]

@@ -82,7 +82,7 @@ def info(
 
 def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
     stack = engine.stack
-    config = stack.model.config.get_text_config(decoder=True)
+    config = stack.config
     layer_bytes = stack.layer_bytes()
     return {
         "model": loaded.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from .problems import ApiError, dumps
 from .tokens import token_bytes, token_name
 from .worker import Ticket
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 DONE = "data: [DONE]\n\n"
 
 
@@ -44,7 +46,9 @@ class Choice:
     text: str = ""
     depths: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    said: bytes = b""  # of all tokens that log probabilities were told of
+    # Of all tokens that log probabilities were told of: characters so far, and the beginning of one.
+    characters: int = 0
+    unfinished: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8(errors="ignore"))
     result: Result | None = None
     # Told with the next piece of text: a token may hold half a character, or what might become a stop string.
     new_depths: list[int] = field(default_factory=list)
@@ -90,8 +94,8 @@ class Answer:
         assert update.token is not None
         assert update.logprobs is not None
         named = self._named(update.token, update.logprobs.chosen)
-        named["offset"] = len(choice.said.decode("utf-8", "ignore"))
-        choice.said += bytes(named["bytes"])
+        named["offset"] = choice.characters
+        choice.characters += len(choice.unfinished.decode(bytes(named["bytes"])))
         named["top_logprobs"] = [self._named(token, log) for token, log in update.logprobs.top]
         return named
 

@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
+from ..errors import ContextError
 from ..request import prepare_request
 from .answers import Account, Answer, as_api_error
 from .depths import Depths
@@ -183,11 +184,7 @@ class Service:
         # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
         longest = max(map(len, prepared.prompts))
         if longest >= most:
-            raise ApiError(
-                400,
-                f"the prompt has {longest} tokens, but texts here have at most {most}, answer included",
-                code="context_length_exceeded",
-            )
+            raise ContextError(f"the prompt has {longest} tokens, but texts here have at most {most}, answer included")
         limits = zip(prepared.own_limits, prepared.prompts, strict=True)
         prepared.own_limits = [min(own, most - len(prompt)) for own, prompt in limits]
         return prepared, mode, plan
