@@ -28,7 +28,7 @@ from depthdecay.decoding import Prompt
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import runs_of
 from depthdecay.lossless import LosslessDecoder
-from depthdecay.repairs import Repair, Repairs
+from depthdecay.repairs import Repair, Repairs, repaired_at_once
 from depthdecay.stack import Stack
 
 ORDER = [3, 4, 6, 1]
@@ -160,6 +160,16 @@ def test_repairs_that_do_not_fit_are_refused(damage: str, tmp_path: Path) -> Non
     with pytest.raises(DepthDecayError) as error:
         dd.Engine(model, plan=dd.Plan.load(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("neurons", [0, 5])
+def test_a_map_at_once_is_the_same_map(neurons: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(4, 16), (16, 4), (16,)] + ([(neurons, 16), (neurons, 16), (16, neurons)] if neurons else [])
+    repair = Repair(2, 4, *(torch.randn(shape) for shape in shapes))
+    hidden = torch.randn(2, 3, 16)
+    assert torch.allclose(repaired_at_once(hidden, *repair.parts_at_once), repair(hidden), atol=1e-5)
+    assert repair.parts_at_once is repair.parts_at_once
 
 
 def test_a_linear_layer_is_repaired_exactly() -> None:

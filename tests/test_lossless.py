@@ -424,7 +424,7 @@ def test_drafts_from_a_few_tokens(architecture: str, graphs: bool, monkeypatch: 
             assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None) == expected
         engine.uses_graphs = False
     assert engine._short_head is not None
-    assert engine._short_head.weight.shape[0] == 24 + 8
+    assert engine._short_head.weight.shape[0] == 64
     assert model.get_output_embeddings().forward == forward
 
 
@@ -441,7 +441,7 @@ def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
     head.start([1, 50, 60, 50])
     assert head.ids[head.fixed : head.fixed + 2].tolist() == [50, 60]
     head.add(range(60, 80))
-    assert head.ids[head.fixed :].tolist() == [50, 60, *range(61, 67)]  # as many as there is room for
+    assert head.ids[head.fixed : head.fixed + 8].tolist() == [50, 60, *range(61, 67)]  # as many as there is room for
     assert torch.equal(head.weight, model.get_output_embeddings().weight[head.ids])
     hidden = torch.randn(3, model.config.hidden_size)
     with head.in_place():
@@ -499,6 +499,61 @@ def test_plain_steps_run_ahead_while_drafting_pauses(lookup: int, monkeypatch: p
         engine.uses_graphs = False
     assert set(under_way) == {1, 2}
     assert under_way.count(2) > 20
+
+
+@pytest.mark.parametrize(("lookup", "most_finds"), [(0, 0.3), (3, -1.0), (3, 1.0)])
+def test_a_window_is_begun_before_the_last_one_is_known(
+    lookup: int, most_finds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the device does not wait for the host. Where lookup often finds something, such drafts would be lost."""
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    monkeypatch.setattr("depthdecay.lossless.MOST_FINDS", most_finds)
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, run: Replay(run))
+    ahead: list[bool] = []
+    launch, draft_one = LosslessGraphDecoder.launch, LosslessGraphDecoder.draft_one
+    passes = 0
+
+    def launched(self: Any, width: int) -> None:
+        nonlocal passes
+        passes += LAYERS
+        launch(self, width)
+
+    def drafted(self: Any, depth: int, step: int) -> None:
+        nonlocal passes
+        passes += depth
+        if step == 0:
+            ahead.append(bool(self._underway))
+        draft_one(self, depth, step)
+
+    monkeypatch.setattr(LosslessGraphDecoder, "launch", launched)
+    monkeypatch.setattr(LosslessGraphDecoder, "draft_one", drafted)
+    engine = perfect_engine()
+    engine._prepared_drafting().pace.takes("draft 7", 0.1)
+    engine._prepared_drafting().pace.takes("verify 1", 1.0)
+    expected = token_ids(engine, "full", PROMPTS[:1], 60, eos_token_id=None)
+    engine.uses_graphs = True
+    for _ in range(3):
+        passes = LAYERS  # the first token comes with the prompt
+        (result,) = engine.generate(PROMPTS[:1], 60, mode="lossless", eos_token_id=None, lookup=lookup)
+        assert [result.token_ids] == expected
+        assert result.layer_passes == passes  # with drafts that were lost
+    assert ahead.count(True) > 6 if most_finds > 0 else not any(ahead)
+
+
+@pytest.mark.parametrize("width", [64 * 5, 100])
+def test_a_draft_is_the_likeliest_token_with_its_probability(width: int) -> None:
+    from depthdecay.lossless_graphs import Window, take_draft
+
+    window = Window(torch.device("cpu"))
+    window.turn.fill_(2)
+    names = torch.randperm(1000)[:width]
+    for step in range(3):
+        logits = torch.randn(1, width) * 3
+        take_draft(logits, names, window.ids, window.drafted, window.confidences, window.turn)
+        assert window.drafted.item() == step + 1
+        assert window.ids[0, step + 1] == names[logits.argmax()]
+        assert float(window.confidences[2, step]) == pytest.approx(float(logits.softmax(-1).max()), rel=1e-5)
 
 
 def learn(drafting: Drafting, right: dict[int, float], tokens: int = 4000, seed: int = 0) -> dict[int, int]:

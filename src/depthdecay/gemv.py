@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -172,12 +172,22 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
     return x.new_empty((1, sum(weight.shape[0] for weight in weights)))
 
 
-def _parts(weights: Sequence[torch.Tensor]) -> int:
-    """Among how many programs the columns are split, so that there are enough of them."""
+class Tiling(NamedTuple):
+    """Of a product with a few rows: weight rows and columns that a program reads at once, and how columns are split."""
+
+    rows: int = FEW_ROWS
+    columns: int = FEW_COLUMNS
+    warps: int = FEW_WARPS
+    stages: int = FEW_STAGES
+    parts: int = 1
+
+
+def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
+    """Columns are split among as many programs as it takes to have enough of them."""
     rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     blocks = columns // FEW_COLUMNS
     most = -(-PROGRAMS // max(rows // FEW_ROWS, 1))
-    return max(parts for parts in range(1, blocks + 1) if blocks % parts == 0 and parts <= max(most, 1))
+    return Tiling(parts=max(parts for parts in range(1, blocks + 1) if blocks % parts == 0 and parts <= max(most, 1)))
 
 
 @torch.library.custom_op("depthdecay::few", mutates_args=())
@@ -186,7 +196,8 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
 
     In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way.
     """
-    parts = _parts(weights)
+    tile = tiling(weights)
+    parts = tile.parts
     rows = sum(weight.shape[0] for weight in weights)
     count, columns = x.shape
     if not x.is_cuda:
@@ -195,7 +206,7 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
     x = x.contiguous()
     y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
     padded, ends = _side_by_side(weights)
-    _few_kernel[(rows // FEW_ROWS, parts)](
+    _few_kernel[(rows // tile.rows, parts)](
         x,
         *padded,
         y,
@@ -204,11 +215,11 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
         count,
         columns,
         columns // parts,
-        ROWS=FEW_ROWS,
-        COLUMNS=FEW_COLUMNS,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
         PDL=overlap,
-        num_warps=FEW_WARPS,
-        num_stages=FEW_STAGES,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         launch_pdl=overlap,
     )
     return y
@@ -217,7 +228,7 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
 @few.register_fake
 def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
     rows = sum(weight.shape[0] for weight in weights)
-    return x.new_empty((_parts(weights), x.shape[0], rows), dtype=torch.float32)
+    return x.new_empty((tiling(weights).parts, x.shape[0], rows), dtype=torch.float32)
 
 
 class GemvPass(CustomGraphPass):
@@ -306,7 +317,7 @@ def _replace(graph: fx.Graph, products: list[fx.Node], overlap: bool) -> None:
             joined.meta["val"] = x.new_empty((1, sum(rows)))
         else:
             parts = graph.call_function(torch.ops.depthdecay.few.default, (vector, weights, overlap))
-            shape = (_parts([weight.meta["val"] for weight in weights]), x.shape[0], sum(rows))
+            shape = (tiling([weight.meta["val"] for weight in weights]).parts, x.shape[0], sum(rows))
             parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
             summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))
             summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)

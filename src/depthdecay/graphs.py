@@ -18,7 +18,7 @@ from .devices import overlaps_kernels
 from .errors import one_line
 from .overlap import can_wait_first, waiting_first
 from .plan import Plan
-from .repairs import Repairs, repaired
+from .repairs import Repairs, repaired_at_once
 from .stack import LayerPass, Stack, patched, replaced
 
 
@@ -64,8 +64,8 @@ class CompiledLayers:
     def repair(self, repair: Any) -> Any:
         """A repair map as one compiled function that all maps share, for each of their few shapes."""
         if self._repaired is None:
-            self._repaired = torch.compile(repaired, dynamic=False, options=inductor_options())
-        return lambda hidden: self._repaired(hidden, *repair.parts)
+            self._repaired = torch.compile(repaired_at_once, dynamic=False, options=inductor_options())
+        return lambda hidden: self._repaired(hidden, *repair.parts_at_once)
 
     def runner(self, stack: Stack, cache: PlannedCache, few: bool = False) -> Any:
         """Runs a layer compiled; `few` where passes have more than one row and never more than 16."""

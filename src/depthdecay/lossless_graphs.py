@@ -18,8 +18,8 @@ from .graphs import Capturer, CompiledLayers, OnDevice
 from .lossless import LosslessDecoder, RowSampler
 from .plan import Plan
 from .repairs import Repairs
-from .short_head import ShortHead
-from .stack import Stack
+from .short_head import PIECES, ShortHead, product
+from .stack import Stack, replaced
 from .windows import Pace
 
 # Numbers of tokens that passes are captured for; a shorter one is padded behind, where nobody looks. On an H200 a pass
@@ -52,14 +52,16 @@ class Window:
         self.base = torch.zeros(1, dtype=torch.long, device=device)  # the column of the last certain token
         self.offset = torch.zeros((1, 1), dtype=torch.long, device=device)  # from columns to positions
         self.steps = torch.arange(longest, device=device)
-        self.confidences = torch.zeros(longest + 1, device=device)
-        # Of the last verifications in turn: how many tokens stay, and all of them.
+        # Of the last windows in turn: how sure the drafts are; how many tokens stay, and all of them.
+        self.confidences = torch.zeros((TURNS, longest + 1), device=device)
         self.answers = torch.zeros((TURNS, longest + 1), dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
         self.given = torch.zeros(longest, dtype=torch.long, pin_memory=on_cuda)  # by the host
         # What the host reads. Copies to it are part of the graphs.
-        self.confidences_read = torch.zeros(longest + 1, pin_memory=on_cuda)
-        self.answers_read = torch.zeros((TURNS, longest + 1), dtype=torch.long, pin_memory=on_cuda)
+        self.confidences_host = torch.zeros((TURNS, longest + 1), pin_memory=on_cuda)
+        self.answers_host = torch.zeros((TURNS, longest + 1), dtype=torch.long, pin_memory=on_cuda)
+        # The same memory: reading a number from it takes a tenth of the time, and the device waits meanwhile.
+        self.confidences_read, self.answers_read = self.confidences_host.numpy(), self.answers_host.numpy()
 
     @contextlib.contextmanager
     def unchanged(self) -> Any:
@@ -79,17 +81,22 @@ def take_draft(
     ids: torch.Tensor,
     drafted: torch.Tensor,
     confidences: torch.Tensor,
+    turn: torch.Tensor,
 ) -> None:
     """Put the likeliest token behind the drafts so far, and its probability; `rows` are the tokens of short logits."""
-    scores = logits.float()
-    highest, token = scores.max(-1)
-    confidences.index_copy_(0, drafted, (highest - scores.logsumexp(-1)).exp())
+    # In pieces first, for one program each: a single one would take longer than half a layer.
+    pieces = logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
+    highest, place = pieces.max(1)
+    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
+    piece = highest.argmax(0, keepdim=True)
+    token = piece * pieces.shape[1] + place[piece]
+    confidences.index_put_((turn, drafted), 1 / (shares * (highest - highest[piece]).exp()).sum(0, keepdim=True))
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
 
 
 def take_verified(
-    logits: torch.Tensor,
+    said: torch.Tensor,
     ids: torch.Tensor,
     window: torch.Tensor,
     drafted: torch.Tensor,
@@ -98,7 +105,6 @@ def take_verified(
     turn: torch.Tensor,
 ) -> None:
     """Keep the drafts that the full model would have said, and a token of its own; the next window starts there."""
-    said = logits.argmax(-1)
     right = (said[:, :-1] == ids[:, 1:]).long().cumprod(1).sum(1)
     right = torch.minimum(right, drafted)  # behind the drafts lie older ones
     window[:, :1] = said.gather(1, right.unsqueeze(0))
@@ -137,6 +143,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0
+        self._gone = 0  # places that windows went on since `next_position` was true; it is on the device
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
@@ -201,6 +208,8 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
                         return self._graph(key, depth, bucket, body, few)
                     warnings.warn(f"this model cannot run as CUDA graphs and runs eagerly: {reason}", stacklevel=2)
                     self.can_capture = False
+                    self.next_position = self.next_position + self._gone
+                    self._gone = 0
         return self.graphs.get(key)
 
     def _capture(self, run: Callable[[], None]) -> Any:
@@ -232,7 +241,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         window.turn.zero_()
         self._arrivals = []
         self._underway.clear()
-        self._turn = 0
+        self._turn = self._gone = 0
 
     def offer(self, drafts: list[int]) -> None:
         window, count = self.window, len(drafts)
@@ -251,7 +260,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         arrival = self._arrivals[step]
         if arrival is not None:
             arrival.synchronize()
-        return float(self.window.confidences_read[step])
+        return float(self.window.confidences_read[self._turn, step])
 
     def launch(self, width: int) -> None:
         size = next(size for size in SIZES if size > width)
@@ -267,15 +276,16 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         """Columns that may be filled once all verifications that are under way have ended."""
         return self.filled + sum(size for size, _ in self._underway)
 
-    def collect(self) -> list[int]:
+    def collect(self) -> tuple[list[int], list[float]]:
         _, end = self._underway.popleft()
         if end is not None:
             end.synchronize()
         kept, *said = self.window.answers_read[self._turn].tolist()
+        confidences = self.window.confidences_read[self._turn].tolist()
         self._turn = (self._turn + 1) % TURNS
         self.cache.clock.filled += kept
-        self.next_position = self.next_position + kept
-        return said[:kept]
+        self._gone += kept
+        return said[:kept], confidences
 
     def _now(self) -> torch.cuda.Event | None:
         if self.mask.device.type != "cuda":
@@ -316,10 +326,13 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         ids = window.ids.gather(1, window.drafted.unsqueeze(0))
         positions = column.unsqueeze(0) + window.offset
         mask = self._mask(self.mask[:, :bucket], column)
-        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, short=short)[:, -1]
+        with contextlib.ExitStack() as undo:
+            if short is not None:
+                undo.enter_context(replaced(short, "product", self._as_few_kernels(product)))
+            logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, short=short)[:, -1]
         rows = None if short is None else short.ids
-        self._as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences)
-        window.confidences_read.copy_(window.confidences, non_blocking=True)
+        self._as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
+        window.confidences_host.copy_(window.confidences, non_blocking=True)
 
     def _verify(self, size: int, bucket: int) -> None:
         """The full model on the window; what it keeps moves the window on."""
@@ -331,5 +344,6 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         mask = self._mask(self.mask[:, :bucket], columns)
         logits = self.stack.run(self.layer_pass, ids, mask, self.cache, positions, keep=size)
         take_over = self._as_few_kernels(take_verified)
-        take_over(logits, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
-        window.answers_read.copy_(window.answers, non_blocking=True)
+        said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
+        take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
+        window.answers_host.copy_(window.answers, non_blocking=True)

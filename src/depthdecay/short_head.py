@@ -19,8 +19,13 @@ from .stack import Stack, patched
 # Vocabularies are sorted by how early a tokenizer met a token, so the first ones are the most frequent.
 SHARE, LEAST = 5, 16384
 SPARE = 2048  # rows for tokens of the prompt and of the answer that are not among them
+PIECES = 64  # that rows come in: the likeliest token is sought in all of them at a time
 WORTH = 0.08  # of a step's bytes, that the output matrix must be
 MOST = 0.7  # of the output matrix, that the rows may weigh
+
+
+def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(hidden, weight, bias)
 
 
 class ShortHead:
@@ -29,13 +34,15 @@ class ShortHead:
     def __init__(self, head: nn.Linear, tokens: torch.Tensor) -> None:
         self.head = head
         self.fixed = len(tokens)
-        self.ids = torch.cat([tokens, tokens[:1].expand(SPARE)]).to(head.weight.device)
+        spare = SPARE + -(self.fixed + SPARE) % PIECES
+        self.ids = torch.cat([tokens, tokens[:1].expand(spare)]).to(head.weight.device)
         self.weight = head.weight.detach()[self.ids]
         self.bias = None if head.bias is None else head.bias.detach()[self.ids]
         self._known = bytearray(head.weight.shape[0])
         for token in tokens.tolist():
             self._known[token] = 1
         self._own: list[int] = []
+        self.product = product
 
     @classmethod
     def of(cls, stack: Stack, vocabulary: torch.Tensor | None) -> ShortHead | None:
@@ -95,5 +102,5 @@ class ShortHead:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """While open, the model's logits are these rows' only; `ids` tells which tokens they are."""
-        with patched(self.head, "forward", lambda hidden: functional.linear(hidden, self.weight, self.bias)):
+        with patched(self.head, "forward", lambda hidden: self.product(hidden, self.weight, self.bias)):
             yield

@@ -183,9 +183,8 @@ class Drafter:
         if self._pause > 0:
             self._pause -= 1
             return 0
-        best = self.best()
-        if best > 0 and self.best_rate > MARGIN:
-            return best
+        if self.pays:
+            return self.best()
         self._pause = self._next_pause
         self._next_pause = min(self._next_pause * 2, 512)
         return 1
@@ -193,6 +192,11 @@ class Drafter:
     @property
     def is_pausing(self) -> bool:
         return self._pause > 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether the next window will be more than a try."""
+        return not self.is_pausing and self.best() > 0 and self.best_rate > MARGIN
 
     def goes_on(self, sure: float) -> bool:
         """Whether one more draft pays, given how likely all drafts so far are right.
@@ -233,6 +237,7 @@ class Drafting:
         self.shares = shares
         self.by_depth = {depth: Drafter(StepCosts(share), depth=depth) for depth, share in shares.items()}
         self.lookup = Drafter(StepCosts(0.0), prior=0.6)
+        self.finds = Share.at_first(0.5)  # of windows, in which lookup found something
         self._windows = 0
         self._chosen: Drafter | None = None
 
