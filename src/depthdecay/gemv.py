@@ -29,11 +29,13 @@ MOST_MATRICES = 4  # that one launch can serve
 BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
 
 MOST_ROWS = 16  # of a few: what one tensor-core tile holds
-# Of the kernel for a few rows: weight rows and columns a program reads at once, warps, loads under way, and programs
-# below which columns are split among more. Of 30 settings the best on Llama-2-7B's layers (108.8 µs a layer for 4 rows;
-# the kernel for one row 98.7), and with 4 loads on Qwen2.5-1.5B's: 32.2 for 4 rows, 33.4 for 16; cuBLAS 52 and 50, the
-# kernel for one row 36.6. For one row it gains nothing inside a model.
-FEW_ROWS, FEW_COLUMNS, FEW_WARPS, FEW_STAGES, PROGRAMS = 64, 128, 4, 5, 528
+# Of the kernel for a few rows: columns a program reads at once, loads under way, and programs below which columns are
+# split among more.
+FEW_COLUMNS, FEW_STAGES, PROGRAMS = 128, 5, 528
+# What follows a split product sums its parts: inductor inside the next kernel where there are fewer than eight, else in
+# one of its own. For a 1.5B model on an H200 12 and 14 parts made a verification of four 1.94 ms, 6 and 7 make it 1.55.
+MOST_PARTS = 7
+MOST_TILE = 64  # weight rows that one program takes at most
 
 if triton is not None:
 
@@ -173,21 +175,24 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 
 class Tiling(NamedTuple):
-    """Of a product with a few rows: weight rows and columns that a program reads at once, and how columns are split."""
+    """Of a product with a few rows: weight rows that a program takes, its warps, and in how many parts columns come."""
 
-    rows: int = FEW_ROWS
-    columns: int = FEW_COLUMNS
-    warps: int = FEW_WARPS
-    stages: int = FEW_STAGES
-    parts: int = 1
+    rows: int
+    warps: int
+    parts: int
 
 
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
-    """Columns are split among as many programs as it takes to have enough of them."""
+    """Enough programs for the device: by splitting columns, and where that is not enough, with fewer rows for each."""
     rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     blocks = columns // FEW_COLUMNS
-    most = -(-PROGRAMS // max(rows // FEW_ROWS, 1))
-    return Tiling(parts=max(parts for parts in range(1, blocks + 1) if blocks % parts == 0 and parts <= max(most, 1)))
+
+    def with_rows(tile: int, warps: int) -> Tiling:
+        most = min(-(-PROGRAMS // (rows // tile)), MOST_PARTS)
+        return Tiling(tile, warps, max(parts for parts in range(1, most + 1) if blocks % parts == 0))
+
+    tall = with_rows(MOST_TILE, 4)
+    return tall if rows // tall.rows * tall.parts > PROGRAMS * 2 // 3 else with_rows(32, 2)
 
 
 @torch.library.custom_op("depthdecay::few", mutates_args=())
@@ -216,10 +221,10 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
         columns,
         columns // parts,
         ROWS=tile.rows,
-        COLUMNS=tile.columns,
+        COLUMNS=FEW_COLUMNS,
         PDL=overlap,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=FEW_STAGES,
         launch_pdl=overlap,
     )
     return y
@@ -254,7 +259,7 @@ class GemvPass(CustomGraphPass):
     def uuid(self) -> Any:
         return get_hash_for_files(
             (__file__, waiting.__file__),  # whose place in generated kernels no other key tells
-            extra=f"{self.overlap} {self.few} {FEW_ROWS} {FEW_COLUMNS} {FEW_WARPS} {FEW_STAGES}",
+            extra=f"{self.overlap} {self.few} {FEW_COLUMNS} {FEW_STAGES} {PROGRAMS} {MOST_PARTS} {MOST_TILE}",
         )
 
 
@@ -299,7 +304,7 @@ def _weight_of(node: fx.Node, few: bool = True) -> fx.Node | None:
 
 def _is_even(weight: torch.Tensor) -> bool:
     """Whether a matrix divides into the blocks of `few`."""
-    return weight.shape[0] % FEW_ROWS == 0 and weight.shape[1] % FEW_COLUMNS == 0
+    return weight.shape[0] % MOST_TILE == 0 and weight.shape[1] % FEW_COLUMNS == 0
 
 
 def _is_one(vector: torch.Tensor) -> bool:
