@@ -162,18 +162,75 @@ def origin(result: Result) -> list[str]:
     return lines
 
 
-def make_section(results: list[Result]) -> str:
+def drafted(lookup: bool) -> Callable[[Result], str]:
+    """The speed-up of the drafter that ran on all prompts, the last one of them."""
+
+    def show(result: Result) -> str:
+        rows = [r for r in result["lossless_rows"] if r["method"].startswith("lossless") and r["speedup"]]
+        rows = [
+            r
+            for r in rows
+            if r["method"].endswith("lookup") == lookup and r["prompts"] == result["settings"]["prompts"]
+        ]
+        return f"{rows[-1]['speedup']:.2f}x" if rows else MISSING
+
+    return show
+
+
+def pace(method: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        row = next((row for row in result["lossless_rows"] if row["method"] == method), None)
+        return MISSING if row is None or not row["tokens_per_second"] else f"{row['tokens_per_second']:.0f}"
+
+    return show
+
+
+def parted(result: Result) -> str:
+    """Answers of the drafter on all prompts that are not full depth's."""
+    rows = [row for row in result["lossless_rows"] if row["method"].startswith("lossless") and not row["error"]]
+    return f"{rows[-1]['answers_that_differ']} of {rows[-1]['prompts']}" if rows else MISSING
+
+
+WITHOUT_LOSS: tuple[Column, ...] = (
+    ("model", lambda r: f"[{r['model']}](benchmarks/results/{r['file']})"),
+    ("precision", lambda r: str(r["settings"]["dtype"])),
+    ("prompts", lambda r: f"{r['settings']['prompts']} of {_option(r['command'], '--prompts')}"),
+    ("`generate`, tokens/s", pace("transformers generate")),
+    ("our full depth, tokens/s", pace("full")),
+    ("lossless, drafts by layers", drafted(lookup=False)),
+    ("and by lookup", drafted(lookup=True)),
+    ("answers that differ", parted),
+)
+WITHOUT_LOSS_NOTE = (
+    "Speed-ups are against our own full depth, answer by answer in turns. In 16 bits a pass over several tokens rounds "
+    "otherwise than one over a single token, so where two tokens tie, the other may win. "
+    "[All methods, margins and commands](docs/RESULTS.md#lossless-mode)."
+)
+
+
+def _option(command: str, name: str) -> str:
+    words = command.split()
+    return words[words.index(name) + 1] if name in words else MISSING
+
+
+def make_section(results: list[Result], lossless: list[Result]) -> str:
     """All that stands between the markers."""
     if not results:
         return NONE_YET
     lines: list[str] = []
+    on_gpu = sorted((r for r in lossless if r["settings"]["device"] != "cpu"), key=lambda r: (machine(r), r["file"]))
+    for place in dict.fromkeys(map(machine, on_gpu)):
+        here = [result for result in on_gpu if machine(result) == place]
+        lines += [f"**The full model's own answer**, {place}, batch 1:", "", *table(WITHOUT_LOSS, here), ""]
+    if on_gpu:
+        lines += [WITHOUT_LOSS_NOTE, ""]
     for place in dict.fromkeys(map(machine, results)):
         here = [result for result in results if machine(result) == place]
         on_cpu = here[0]["settings"]["device"] == "cpu"
         kind = (
             "ratios within one run, since times on a CPU are not comparable between runs" if on_cpu else "decoding only"
         )
-        lines += [f"**{place}**, {kind}:", "", *table(RATIOS if on_cpu else TIMES, here), ""]
+        lines += [f"**Depth decay**, {place}, {kind}:", "", *table(RATIOS if on_cpu else TIMES, here), ""]
     lines += [NOTE, "", "The commands, and what each ran with:", ""]
     for result in results:
         lines += origin(result)
@@ -394,6 +451,11 @@ LOSSLESS = (
     "on the same prompts. Ideal is what layer passes alone would give: a draft counts by its layers, a verification as "
     "one full-depth step whatever its length. [Lossless mode](LOSSLESS.md) says how it works."
 )
+# Of runs before the settings named `compared`.
+CAPTURED = (
+    "Rows on fewer prompts were warmed up on one of them: where they need graphs for other lengths of text, capturing "
+    "these is in their time."
+)
 STEPS = (
     "What passes cost, in full-depth steps, on random weights in the true shape; and the speed-up for a share of right "
     "drafts, with the number of drafts a window that is best there."
@@ -440,7 +502,14 @@ def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
         if settings["device"] == "cpu":  # times there compare within a run only
             columns = tuple(column for column in columns if column[0] != "tokens/s")
         lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
-        lines += [*table(columns, result["lossless_rows"]), "", f"`{result['command']}`", ""]
+        lines += [*table(columns, result["lossless_rows"]), ""]
+        for row in result["lossless_rows"]:
+            if row["error"]:
+                lines += [f"{row['method']} failed: {' '.join(row['error'].split())[:200]}", ""]
+        few = any(0 < row["prompts"] < settings["prompts"] for row in result["lossless_rows"])
+        if few and "compared" not in settings:
+            lines += [CAPTURED, ""]
+        lines += [f"`{result['command']}`", ""]
     if steps:
         lines += ["### What passes cost", "", STEPS, ""]
     for result in sorted(steps, key=lambda r: (r["step_costs"]["full_ms"], r["file"])):
@@ -578,7 +647,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = read_results(options.results)
         readme = options.readme.read_text(encoding="utf-8")
         wanted = {
-            options.readme: put_section(readme, make_section(bench_results(results["bench"]))),
+            options.readme: put_section(readme, make_section(bench_results(results["bench"]), results["lossless"])),
             options.document: make_document(results),
         }
         stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]

@@ -122,9 +122,11 @@ def run_lossless_bench(
     # Short to long, so that what is captured once for a length of text is there before anything is timed.
     by_length = sorted(prompts, key=len)
     spread = [by_length[place * (len(by_length) - 1) // (WARM_UPS - 1)] for place in range(WARM_UPS)]
+    asked = spread if compared is None else sorted(prompts[:compared], key=len)
     for method, way in ways.items():
         progress(f"warming up {method}")
-        for prompt in spread if method in main and on_cuda else spread[:1]:
+        captures = on_cuda and not method.startswith("transformers")
+        for prompt in (spread if method in main else asked) if captures else spread[:1]:
             if rows[method].error is None:
                 _attempted(rows[method], way, list(prompt))
 
@@ -135,6 +137,7 @@ def run_lossless_bench(
             _finish(row, rows["full"] if row.prompts == done else full_alone)
         settings: dict[str, Any] = {
             "prompts": done,
+            "compared": compared,
             "new_tokens": new_tokens,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": torch.device(model.device).type,

@@ -55,10 +55,23 @@ def bench(
     prompts: Annotated[
         str | None, typer.Option(help="For --mode lossless: a .jsonl or .txt file.", rich_help_panel=_PANEL)
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.", rich_help_panel=_PANEL
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Prompts of the file.", rich_help_panel=_PANEL)] = 20,
     compared: Annotated[
         int | None,
         typer.Option(help="Prompts for the peers, which are slower; 0 leaves them out.", rich_help_panel=_PANEL),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit.",
+            rich_help_panel=_PANEL,
+        ),
     ] = None,
     assistant: Annotated[
         str | None, typer.Option(help="A smaller model for transformers' assisted generation.", rich_help_panel=_PANEL)
@@ -66,7 +79,7 @@ def bench(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
 ) -> None:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
-    if mode is not None or prompts is not None or assistant is not None:
+    if any(given is not None for given in (mode, prompts, task, peers, assistant)):
         if mode == "lossless" and shape is not None and prompts is None and model is None:
             _bench_step_costs(shape, device, dtype, prompt_tokens, compile, json_file)
             return
@@ -75,8 +88,19 @@ def bench(
                 "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
             )
         options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
+        chosen = None if peers is None else [] if peers.strip() == "none" else [p.strip() for p in peers.split(",")]
         _bench_lossless(
-            options, opt.PlanOptions(plan), prompts, limit, compared, new_tokens, assistant, compile, json_file
+            options,
+            opt.PlanOptions(plan),
+            prompts,
+            task,
+            limit,
+            compared,
+            new_tokens,
+            chosen,
+            assistant,
+            compile,
+            json_file,
         )
         return
     if shape is not None and model is not None:
@@ -330,9 +354,11 @@ def _bench_lossless(
     options: opt.ModelOptions,
     plan_options: opt.PlanOptions,
     prompts: str,
+    task: str | None,
     limit: int,
     compared: int | None,
     new_tokens: int,
+    peers: list[str] | None,
     assistant: str | None,
     compile: bool,
     json_file: str | None,
@@ -349,10 +375,15 @@ def _bench_lossless(
         from depthdecay.bench_lossless import PEERS, run_lossless_bench
         from depthdecay.budget import drafter_of
         from depthdecay.calibrate.continuations import read_prompts
+        from depthdecay.evaluate.task import TaskOptions, open_task
         from depthdecay.prompts import token_ids
         from depthdecay.results import require_writable, write_result
 
-        texts = read_prompts(prompts)[:limit]
+        texts = read_prompts(prompts)[:limit] if task is None else []
+        questions = None if task is None else open_task(task, TaskOptions(data=prompts))
+        unknown = [peer for peer in peers or () if peer not in PEERS]
+        if unknown:
+            raise DepthDecayError(f"--peers holds '{unknown[0]}'; known are {', '.join(PEERS)}, or none of them: none")
         stored = stored if stored is None else drafter_of(stored)
         if json_file is not None:
             require_writable(json_file)
@@ -362,6 +393,9 @@ def _bench_lossless(
         helper = (
             None if assistant is None else opt.ModelOptions(assistant, options.device, options.dtype).load(True).model
         )
+        if questions is not None:
+            chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+            texts = [questions.prompt(example, chat) for example in questions.examples[:limit]]
         vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
         plans: dict[str, Plan | None] = {"guessed layers": None}
         if stored is not None and stored.repairs is not None:
@@ -375,7 +409,7 @@ def _bench_lossless(
             [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in texts],
             plans,
             new_tokens=new_tokens,
-            peers=PEERS if helper is not None else PEERS[:3],
+            peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
             assistant=helper,
             compile_layers=compile,
             compared=compared,
