@@ -215,8 +215,6 @@ def _option(command: str, name: str) -> str:
 
 def make_section(results: list[Result], lossless: list[Result]) -> str:
     """All that stands between the markers."""
-    if not results:
-        return NONE_YET
     lines: list[str] = []
     on_gpu = sorted((r for r in lossless if r["settings"]["device"] != "cpu"), key=lambda r: (machine(r), r["file"]))
     for place in dict.fromkeys(map(machine, on_gpu)):
@@ -224,6 +222,8 @@ def make_section(results: list[Result], lossless: list[Result]) -> str:
         lines += [f"**The full model's own answer**, {place}, batch 1:", "", *table(WITHOUT_LOSS, here), ""]
     if on_gpu:
         lines += [WITHOUT_LOSS_NOTE, ""]
+    if not results:
+        return "\n".join(lines).strip() or NONE_YET
     for place in dict.fromkeys(map(machine, results)):
         here = [result for result in results if machine(result) == place]
         on_cpu = here[0]["settings"]["device"] == "cpu"

@@ -527,6 +527,20 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert "goes with --prompts" in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
     assert "goes with --prompts" in refused("bench", "--prompts", prompts_file)
     assert "--compared is -1" in refused(*arguments, "--compared", "-1")
+    assert "--peers holds 'beams'" in refused(*arguments, "--peers", "generate,beams")
+    assert "goes with --prompts" in refused("bench", "--peers", "none")
+
+
+def test_lossless_is_benched_on_a_tasks_questions(tiny: str, tmp_path: Path) -> None:
+    data, file = tmp_path / "test.jsonl", tmp_path / "lossless.json"
+    data.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(3)))
+    arguments = ("bench", "-m", tiny, "--mode", "lossless", "--prompts", str(data), "--new-tokens", "4")
+    result = run(*arguments, "--task", "gsm8k", "--limit", "2", "--peers", "none", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert found["settings"]["prompts"] == 2
+    assert not any(row["method"].startswith("transformers") for row in found["lossless_rows"])
+    assert "no task 'sums'" in refused(*arguments, "--task", "sums")
 
 
 def test_eval_knows_lossless_as_a_mode() -> None:

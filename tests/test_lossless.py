@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -583,6 +584,39 @@ def test_the_depth_with_the_best_rate_is_found() -> None:
         assert used[best] > 0.8 * sum(used.values())
     hopeless = learn(Drafting(28, shares), {12: 0.05, 16: 0.1, 20: 0.1})
     assert sum(hopeless.values()) < 40  # of 4000 tokens
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("draft", [0.3, 0.5, 0.77])
+def test_drafting_that_does_not_pay_costs_at_most_three_percent(draft: float, noise: float) -> None:
+    """On made-up text and a machine whose times vary: what is learnt is what was timed and seen, as in an engine."""
+
+    def speed(right: float, seed: int) -> float:
+        chance = random.Random(seed)
+        drafting = Drafting(30, {23: draft})
+        pace, told, cost = drafting.pace, 0, 0.0
+
+        def timed(seconds: float) -> float:
+            return seconds * max(0.8, chance.gauss(1, noise) + (0.5 if chance.random() < 0.3 * noise else 0))
+
+        while told < 3000:
+            drafter = drafting.choose(told % 200)
+            count = drafter.window()
+            drafts = [timed(draft) for _ in range(count)]
+            seconds = timed(1.0 if count == 0 else 1.15 + 0.02 * count)
+            if drafts:
+                pace.saw("draft 23", sum(drafts) / count)
+            pace.saw(f"verify {count + 1}", seconds)
+            seconds += sum(drafts)
+            accepted = next((place for place in range(count) if chance.random() > right), count)
+            step = pace.seconds.get("verify 1")
+            drafter.saw(count, accepted, cost=None if step is None else seconds / step)
+            told, cost = told + accepted + 1, cost + seconds
+        return told / cost * (1 + 0.15 * noise)  # what a plain step takes on average
+
+    for right in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
+        assert sum(speed(right, seed) for seed in range(4)) / 4 > 0.97
+    assert speed(0.97, 0) > {0.3: 1.8, 0.5: 1.3, 0.77: 0.97}[draft]
 
 
 def test_a_drafter_knows_where_it_is_and_how_sure() -> None:

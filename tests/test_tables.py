@@ -334,6 +334,9 @@ def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(fold
     assert ours[4:] == ["1.600x", "75.0%", "2.50", "0.625", "1 of 3, margin ≤ 0.062"]
     ((_, prompts, failed, *_),) = cells(folder, "RESULTS.md", "| transformers")
     assert (prompts, failed) == ("0", "failed")
+    assert "transformers generate failed: no room" in lines(folder, "RESULTS.md")
+    (short,) = cells(folder, "README.md", "| [a-model]")
+    assert short[1:] == ["bfloat16", "3 of –", "–", "70", "1.42x", "–", "1 of 3"]
     (costs,) = cells(folder, "RESULTS.md", "| 16 layers")
     assert costs == ["16 layers", "0.500", "1.50x (4)", "1.50x (4)"]
     assert "A full-depth step takes 3.967 ms. A verification costs 1.010 for 2, 1.031 for 4 tokens." in lines(

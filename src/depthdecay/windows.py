@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 LONGEST = 15  # drafts: with the token before them a verification of 16
 LOOKUP = 8  # the longest end of a text that is looked for in the text before: the longer, the surer what follows
-# After how many plain steps a stopped drafter is tried again, at first; it doubles with every vain try.
-PAUSE = 16
+# After how many plain steps a stopped drafter is tried again, at first and at most; it doubles with every vain try.
+PAUSE, LONGEST_PAUSE = 16, 512
 # What an unknown drafter is trusted with, counted as this many drafts that were seen.
 PRIOR_DRAFTS = 8.0
 # Old drafts count less: text changes its kind.
@@ -186,7 +186,7 @@ class Drafter:
         if self.pays:
             return self.best()
         self._pause = self._next_pause
-        self._next_pause = min(self._next_pause * 2, 512)
+        self._next_pause = min(self._next_pause * 2, LONGEST_PAUSE)
         return 1
 
     @property
@@ -222,9 +222,9 @@ class Drafter:
         for place, confidence in enumerate(confidences[:judged]):
             self._by_confidence[bisect_right(CONFIDENCES, confidence)].saw(1, int(place < accepted))
         if accepted == drafted:  # a try that went well: the next comes soon, and at once where drafting pays by now
-            self._next_pause = PAUSE
+            self._next_pause = 2 * PAUSE
             if self.best_rate > MARGIN:
-                self._pause = 0
+                self._next_pause, self._pause = PAUSE, 0
 
 
 class Drafting:
