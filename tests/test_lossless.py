@@ -479,6 +479,26 @@ def test_a_pass_that_cannot_be_captured_is_run_eagerly(windows: list[int], monke
             assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None) == expected
 
 
+def test_a_capture_that_fails_behind_another_request_starts_from_its_own_place(
+    windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from depthdecay.lossless_graphs import LosslessGraphDecoder
+
+    sampled: dict[str, Any] = {"do_sample": True, "seed": 5, "temperature": 0.7}
+    engine = perfect_engine()
+    expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None, **sampled)
+    engine.uses_graphs = True
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", lambda self, run: Replay(run))
+    token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None)  # its windows went on by themselves
+
+    def fail(self: Any, run: Any) -> None:
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(LosslessGraphDecoder, "_capture", fail)
+    with pytest.warns(UserWarning, match="eagerly: no capture"):
+        assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None, **sampled) == expected
+
+
 @pytest.mark.parametrize("lookup", [0, 3])
 def test_plain_steps_run_ahead_while_drafting_pauses(lookup: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from depthdecay.lossless_graphs import LosslessGraphDecoder

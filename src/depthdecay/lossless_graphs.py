@@ -143,7 +143,11 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0
-        self._gone = 0  # places that windows went on since `next_position` was true; it is on the device
+        self._gone = 0  # places that windows went on since `next_position` was true, which is on the device
+
+    def prefill(self, prompt: Prompt) -> int:
+        self._gone = 0
+        return super().prefill(prompt)
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
@@ -241,7 +245,7 @@ class LosslessGraphDecoder(OnDevice, LosslessDecoder):
         window.turn.zero_()
         self._arrivals = []
         self._underway.clear()
-        self._turn = self._gone = 0
+        self._turn = 0
 
     def offer(self, drafts: list[int]) -> None:
         window, count = self.window, len(drafts)
