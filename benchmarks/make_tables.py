@@ -82,6 +82,11 @@ def machine(result: Result) -> str:
     return f"{facts['cpu']}, {facts['cores']} cores{kind}"
 
 
+def by_machine(results: list[Result]) -> list[tuple[str, list[Result]]]:
+    """In the order in which machines come first."""
+    return [(place, [r for r in results if machine(r) == place]) for place in dict.fromkeys(map(machine, results))]
+
+
 def figure(method: str, name: str, form: str) -> Callable[[Result], str]:
     def show(result: Result) -> str:
         row = result["rows"].get(method)
@@ -142,6 +147,10 @@ def _software(result: Result) -> list[str]:
     return words + ([f"commit {result['commit']}"] if result.get("commit") else [])
 
 
+def failure(name: str, row: Result) -> str:
+    return f"{name} failed: {' '.join(row['error'].split())[:200]}"
+
+
 def origin(result: Result) -> list[str]:
     """One result's conditions and command, as an item of a list, with the reason of every failure."""
     settings = result["settings"]
@@ -158,21 +167,21 @@ def origin(result: Result) -> list[str]:
     lines += [f"  `{result['command']}`", ""]
     for row in result["rows"].values():
         if row.get("error"):
-            lines += [f"  {row['title']} failed: {' '.join(row['error'].split())[:200]}", ""]
+            lines += [f"  {failure(row['title'], row)}", ""]
     return lines
 
 
-def drafted(lookup: bool) -> Callable[[Result], str]:
-    """The speed-up of the drafter that ran on all prompts, the last one of them."""
+def drafted(result: Result, lookup: bool) -> Result | None:
+    """The row of the drafter that ran on all prompts, the last one of them."""
+    rows = [row for row in result["lossless_rows"] if row["method"].startswith("lossless") and row["speedup"]]
+    rows = [row for row in rows if row["method"].endswith("lookup") == lookup]
+    return next((row for row in reversed(rows) if row["prompts"] == result["settings"]["prompts"]), None)
 
+
+def drafted_speed(lookup: bool) -> Callable[[Result], str]:
     def show(result: Result) -> str:
-        rows = [r for r in result["lossless_rows"] if r["method"].startswith("lossless") and r["speedup"]]
-        rows = [
-            r
-            for r in rows
-            if r["method"].endswith("lookup") == lookup and r["prompts"] == result["settings"]["prompts"]
-        ]
-        return f"{rows[-1]['speedup']:.2f}x" if rows else MISSING
+        row = drafted(result, lookup)
+        return MISSING if row is None else f"{row['speedup']:.2f}x"
 
     return show
 
@@ -186,9 +195,9 @@ def pace(method: str) -> Callable[[Result], str]:
 
 
 def parted(result: Result) -> str:
-    """Answers of the drafter on all prompts that are not full depth's."""
-    rows = [row for row in result["lossless_rows"] if row["method"].startswith("lossless") and not row["error"]]
-    return f"{rows[-1]['answers_that_differ']} of {rows[-1]['prompts']}" if rows else MISSING
+    """Answers that are not full depth's, with lookup where it ran."""
+    row = drafted(result, lookup=True) or drafted(result, lookup=False)
+    return MISSING if row is None else f"{row['answers_that_differ']} of {row['prompts']}"
 
 
 WITHOUT_LOSS: tuple[Column, ...] = (
@@ -197,8 +206,8 @@ WITHOUT_LOSS: tuple[Column, ...] = (
     ("prompts", lambda r: f"{r['settings']['prompts']} of {_option(r['command'], '--prompts')}"),
     ("`generate`, tokens/s", pace("transformers generate")),
     ("our full depth, tokens/s", pace("full")),
-    ("lossless, drafts by layers", drafted(lookup=False)),
-    ("and by lookup", drafted(lookup=True)),
+    ("lossless, drafts by layers", drafted_speed(lookup=False)),
+    ("and by lookup", drafted_speed(lookup=True)),
     ("answers that differ", parted),
 )
 WITHOUT_LOSS_NOTE = (
@@ -217,15 +226,13 @@ def make_section(results: list[Result], lossless: list[Result]) -> str:
     """All that stands between the markers."""
     lines: list[str] = []
     on_gpu = sorted((r for r in lossless if r["settings"]["device"] != "cpu"), key=lambda r: (machine(r), r["file"]))
-    for place in dict.fromkeys(map(machine, on_gpu)):
-        here = [result for result in on_gpu if machine(result) == place]
+    for place, here in by_machine(on_gpu):
         lines += [f"**The full model's own answer**, {place}, batch 1:", "", *table(WITHOUT_LOSS, here), ""]
     if on_gpu:
         lines += [WITHOUT_LOSS_NOTE, ""]
     if not results:
         return "\n".join(lines).strip() or NONE_YET
-    for place in dict.fromkeys(map(machine, results)):
-        here = [result for result in results if machine(result) == place]
+    for place, here in by_machine(results):
         on_cpu = here[0]["settings"]["device"] == "cpu"
         kind = (
             "ratios within one run, since times on a CPU are not comparable between runs" if on_cpu else "decoding only"
@@ -505,7 +512,7 @@ def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
         lines += [*table(columns, result["lossless_rows"]), ""]
         for row in result["lossless_rows"]:
             if row["error"]:
-                lines += [f"{row['method']} failed: {' '.join(row['error'].split())[:200]}", ""]
+                lines += [failure(row["method"], row), ""]
         few = any(0 < row["prompts"] < settings["prompts"] for row in result["lossless_rows"])
         if few and "compared" not in settings:
             lines += [CAPTURED, ""]

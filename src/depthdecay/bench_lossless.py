@@ -125,8 +125,10 @@ def run_lossless_bench(
     asked = spread if compared is None else sorted(prompts[:compared], key=len)
     for method, way in ways.items():
         progress(f"warming up {method}")
-        captures = on_cuda and not method.startswith("transformers")
-        for prompt in (spread if method in main else asked) if captures else spread[:1]:
+        texts = spread if method in main else asked
+        if not on_cuda or method.startswith("transformers"):  # nothing is captured
+            texts = spread[:1]
+        for prompt in texts:
             if rows[method].error is None:
                 _attempted(rows[method], way, list(prompt))
 

@@ -394,8 +394,7 @@ def _bench_lossless(
             None if assistant is None else opt.ModelOptions(assistant, options.device, options.dtype).load(True).model
         )
         if questions is not None:
-            chat = bool(getattr(loaded.tokenizer, "chat_template", None))
-            texts = [questions.prompt(example, chat) for example in questions.examples[:limit]]
+            texts = questions.prompts_for(loaded.tokenizer)[:limit]
         vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
         plans: dict[str, Plan | None] = {"guessed layers": None}
         if stored is not None and stored.repairs is not None:

@@ -123,8 +123,7 @@ def calibrate(
 
         widen_in_place(loaded.model, quantize, loaded.origin)
     if examples is not None:
-        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
-        texts = [examples.prompt(example, chat) for example in examples.examples]
+        texts = examples.prompts_for(loaded.tokenizer)
     assert texts is not None
     settings = Settings.for_device(loaded.model.device)
     given: dict[str, Any] = {

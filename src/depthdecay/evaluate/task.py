@@ -91,6 +91,11 @@ class Task:
         """What the model reads: as a user's turn where `chat`, else as text that it continues."""
         raise NotImplementedError
 
+    def prompts_for(self, tokenizer: Any) -> list[str]:
+        """All questions as this tokenizer's model reads them: as a user's turns where it knows a chat."""
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        return [self.prompt(example, chat) for example in self.examples]
+
     def score(self, example: Example, text: str) -> Score:
         raise NotImplementedError
 
