@@ -25,10 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.batching import batcher as batcher_module
-from depthdecay.batching.paged import Paged, attend_paged, parts_for
-from depthdecay.batching.parts import Part, Profile
-from depthdecay.batching.steps import GraphSteps, bucket_of
+from depthdecay.cuda import layer_graphs as layer_graphs_module
+from depthdecay.cuda.capture import Graphs
+from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
+from depthdecay.cuda.paged import Paged, attend_paged, parts_for
+from depthdecay.runners.contract import Part, Profile
 
 # What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.
 _WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
@@ -60,7 +62,7 @@ class Noted(TorchDispatchMode):
 class Notes:
     """Stands in for the capturer. What runs while it is noted leaves no trace, as in a capture nothing runs at all."""
 
-    steps: GraphSteps
+    steps: LayerGraphs
 
     def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> Noted:
         warm_up()
@@ -74,17 +76,18 @@ class Notes:
         return graph
 
 
-class NotedSteps(GraphSteps):
+class NotedSteps(LayerGraphs):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.capturer = Notes()  # type: ignore[assignment]
-        self.capturer.steps = self  # type: ignore[attr-defined]
+        notes: Any = Notes()
+        notes.steps = self
+        self.graphs = Graphs(self.graphs.compiled, self.graphs.whose, notes)
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch here runs as graphs; requests alone run as ever."""
-    monkeypatch.setattr(batcher_module, "GraphSteps", NotedSteps)
+    monkeypatch.setattr(layer_graphs_module, "LayerGraphs", NotedSteps)
     plain = Batcher.__init__
 
     def with_graphs(self: Batcher, engine: Engine, *args: Any, **kwargs: Any) -> None:
@@ -94,9 +97,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batcher, "__init__", with_graphs)
 
 
-def steps_of(batcher: Batcher) -> GraphSteps:
-    assert batcher.steps is not None
-    return batcher.steps
+def steps_of(batcher: Batcher) -> LayerGraphs:
+    assert batcher.runner.graphs is not None
+    return batcher.runner.graphs
 
 
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
@@ -130,7 +133,7 @@ def test_rows_of_one_depth_share_their_own_repairs(seed: int) -> None:
 
 def test_little_room_and_blocks_that_change_hands_change_no_token() -> None:
     model = tiny_model()
-    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].block_bytes * LAYERS
     check_random_arrivals(model, 2, settings=BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block))
 
 
@@ -152,17 +155,17 @@ def test_a_graph_step_is_the_eager_step(architecture: str) -> None:
     parts.insert(0, Part(slot, 0, list(range(5, 25)), LAYERS, Plan.full(LAYERS)))
     slot = batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS])
     batcher.blocks.extend(slot, range(LAYERS), 20)
-    parts[:0] = [Part(slot, place, [30 + place], LAYERS, Plan.full(LAYERS)) for place in range(5)]  # of one text
+    parts.insert(0, Part(slot, 0, list(range(30, 35)), LAYERS, Plan.full(LAYERS), wanted=5))
     assert len({part.depth for part in parts}) > 2
     others = [(store.keys.clone(), store.values.clone()) for store in batcher.blocks.stores]
-    logits, counts = steps.run(parts)
+    said = steps.run(parts)
     after = [(store.keys.clone(), store.values.clone()) for store in batcher.blocks.stores]
     for store, (keys, values) in zip(batcher.blocks.stores, others, strict=True):
         store.keys.copy_(keys)
         store.values.copy_(values)
-    expected, expected_counts = batcher._eager_logits(parts)
-    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
-    assert counts == expected_counts
+    expected = batcher.runner.forward.run(parts)
+    torch.testing.assert_close(said.logits, expected.logits, atol=2e-4, rtol=2e-4)
+    assert said.tokens_run == expected.tokens_run
     for store, states in zip(batcher.blocks.stores, after, strict=True):
         for eager, graph in zip((store.keys, store.values), states, strict=True):
             torch.testing.assert_close(
@@ -187,26 +190,26 @@ def test_graphs_are_few_and_captured_once() -> None:
     plan = Plan.decay(LAYERS, "0.8")
     batcher = Batcher(Engine(tiny_model(), None, plan), SMALL)
     batcher.warm_up()
-    captured = dict(steps_of(batcher).graphs)
+    captured = dict(steps_of(batcher).graphs.by_key)
     sizes = {bucket_of(rows) for rows in range(1, steps_of(batcher).rows + 1)}
     assert len(captured) == LAYERS * len(sizes) + 2
     for prompt in PROMPTS:
         submit(batcher, prompt, 12, plan, "decay")
     assert sum(update.finished for update in run_dry(batcher)) == 3
-    assert steps_of(batcher).graphs == captured
+    assert steps_of(batcher).graphs.by_key == captured
     assert batcher.counters.layers_executed == 3 * sum(plan.depths(12)[1:])
 
 
 def test_graphs_that_say_something_else_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     expected = Engine(model, None).generate(PROMPTS[:1], 9, mode="full")[0].token_ids
-    monkeypatch.setattr("depthdecay.batching.steps.attend_paged", lambda *args: attend_paged(*args) * 1.5)
+    monkeypatch.setattr("depthdecay.cuda.layer_graphs.attend_paged", lambda *args: attend_paged(*args) * 1.5)
     batcher = Batcher(Engine(model, None), SMALL)
     submit(batcher, PROMPTS[0], 9)
-    with pytest.warns(UserWarning, match="differ from an eager pass"):
+    with pytest.warns(UserWarning, match="graphs of layers differ from plain ones"):
         tokens = [update.token for update in run_dry(batcher)]
     assert tokens == expected
-    assert batcher.steps is None
+    assert batcher.runner.graphs is None
 
 
 def test_a_model_is_left_as_it_was_found() -> None:
@@ -251,7 +254,7 @@ def test_attention_sees_a_row_s_own_text_only() -> None:
 class Again:
     """Stands in for the capturer where layers are compiled, whose operations cannot be noted: passes run again."""
 
-    def __init__(self, steps: GraphSteps) -> None:
+    def __init__(self, steps: LayerGraphs) -> None:
         self.steps = steps
 
     def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> Any:
@@ -272,8 +275,8 @@ def test_compiled_pieces_serve_all_layers_of_a_kind(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     batcher = Batcher(Engine(model, None, plan), SMALL)
-    batcher.steps = batcher._new_steps(compile=True)
-    batcher.steps.capturer = Again(batcher.steps)  # type: ignore[assignment]
+    batcher.runner.use_graphs(CompiledLayers(), 64)
+    steps_of(batcher).graphs.capturer = Again(steps_of(batcher))  # type: ignore[assignment]
     numbers = [submit(batcher, prompt, 9, plan, "decay") for prompt in PROMPTS]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -15,16 +15,17 @@ from saved_model import save_tiny_chat_model
 
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
-from depthdecay.batching.blocks import BLOCK, Blocks, Shape, Store
 from depthdecay.batching.drafting import BatchPace, RowDrafts
-from depthdecay.batching.parts import Part
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.engine import Result
 from depthdecay.ladder import runs_of
 from depthdecay.models import load
 from depthdecay.repairs import Repair, Repairs
 from depthdecay.request import PLAIN_GREEDY, prepare_request
-from depthdecay.windows import Drafter, StepCosts
+from depthdecay.result import Result
+from depthdecay.runners.blocks import BLOCK, Blocks, Store
+from depthdecay.runners.contract import Part
+from depthdecay.speculative.gain import StepCosts, TrackRecord
+from depthdecay.stack import KeptShape
 
 SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 
@@ -185,7 +186,7 @@ class Windows:
         self.texts: list[list[int]] = []
         self.lengths = itertools.cycle((1, 5, 3, 0, 7))
         self.turns = itertools.count()
-        monkeypatch.setattr(Drafter, "window", lambda _: next(self.lengths))
+        monkeypatch.setattr(TrackRecord, "window", lambda _: next(self.lengths))
         monkeypatch.setattr(RowDrafts, "found", lambda drafts, longest: self.found(drafts, longest))
 
     def knows(self, prompt: list[int], answer: list[int]) -> None:
@@ -247,7 +248,7 @@ def test_rows_of_one_depth_share_their_own_repairs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_little_room_makes_requests_wait_and_changes_no_token(seed: int) -> None:
     model = tiny_model()
-    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].block_bytes * LAYERS
     check_random_arrivals(model, seed, settings=BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block))
 
 
@@ -289,7 +290,7 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(monkeypatch: pytest.
 def test_a_request_that_does_not_fit_waits_and_one_that_never_will_is_refused() -> None:
     engine = Engine(tiny_model(), None)
     whole = Batcher(engine, SMALL).blocks
-    a_block = sum(whole.store(layer).shape.block_bytes for layer in range(LAYERS))
+    a_block = sum(whole.store(layer).block_bytes for layer in range(LAYERS))
     batcher = Batcher(engine, BatchSettings(max_batch=4, cache_bytes=3 * a_block, cohort_seconds=0))
     first, second = submit(batcher, [7] * 20, 10), submit(batcher, [8] * 20, 10)  # two blocks a layer each
     batcher.step()
@@ -325,11 +326,11 @@ def test_a_decaying_row_promises_less_and_frees_layers_on_the_way() -> None:
 
 def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     shapes = [
-        Shape((2, 8), (2, 8), torch.float32, torch.device("cpu")),
-        Shape((1, 8), (1, 8), torch.float32, torch.device("cpu")),
+        KeptShape((2, 8), (2, 8), torch.float32, torch.device("cpu")),
+        KeptShape((1, 8), (1, 8), torch.float32, torch.device("cpu")),
     ]
-    a_position = sum(shape.block_bytes for shape in shapes)
-    blocks = Blocks(shapes, slots=2, positions=64, cache_bytes=8 * a_position)
+    a_block = BLOCK * sum(shape.nbytes for shape in shapes)
+    blocks = Blocks.within(shapes, slots=2, positions=64, cache_bytes=8 * a_block)
     assert [store.blocks for store in blocks.stores] == [8, 8]
     plan = Plan.constant(2, 1, drop_order=[0])
     needs = blocks.needs(plan, BLOCK, 33)[2]
@@ -346,10 +347,10 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
 def test_room_is_bounded_by_what_can_be_used_and_by_what_there_is() -> None:
     engine = Engine(tiny_model(), None)
     generous = Batcher(engine, BatchSettings(max_batch=2, max_positions=64, cache_bytes=10**18))
-    a_block = generous.blocks.stores[0].shape.block_bytes * LAYERS
+    a_block = generous.blocks.stores[0].block_bytes * LAYERS
     assert generous.usage().total == 2 * 64 // BLOCK * a_block
     with pytest.raises(DepthDecayError, match="do not fit into the memory of cpu"):
-        Store(generous.blocks.stores[0].shape, 10**12)
+        Store(engine.stack.kept_shapes()[0], 10**12)
 
 
 class Time:
@@ -446,7 +447,7 @@ def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
     assert_nothing_left(batcher)
     assert batcher.pace.lone_layer > 0
     assert batcher.counters.tokens == 0
-    assert set(batcher.drafting.pace.seconds) == {"verify 1", "verify 2", "verify 4", "verify 8", "verify 16"}
+    assert set(batcher.drafting.pace.verifications) == {1, 2, 4, 8, 16}
 
 
 # Lossless rows.
@@ -468,7 +469,7 @@ def test_lossless_rows_draft_among_others_and_say_what_full_depth_says(architect
 def test_drafts_share_repairs_and_little_room(seed: int, windows: Windows) -> None:
     """What drafts hold was promised at admission: a window never reaches beyond the answer that was asked for."""
     model = tiny_model()
-    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].shape.block_bytes * LAYERS
+    a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].block_bytes * LAYERS
     settings = BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block)
     repairs = random_repairs(DECAYS[0])
     batcher = check_random_arrivals(
@@ -510,13 +511,13 @@ def test_drafts_that_are_right_are_kept_and_counted(windows: Windows) -> None:
 def watched_parts(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Part]]:
     """The passes that a batch runs from now on."""
     passes: list[Sequence[Part]] = []
-    asked_first = batcher._compiled_logits
+    run = batcher.runner.run
 
-    def watched(parts: Sequence[Part]) -> Any:
+    def watched(parts: Sequence[Part], **kwargs: Any) -> Any:
         passes.append(parts)
-        return asked_first(parts)
+        return run(parts, **kwargs)
 
-    monkeypatch.setattr(batcher, "_compiled_logits", watched)
+    monkeypatch.setattr(batcher.runner, "run", watched)
     return passes
 
 
@@ -579,7 +580,7 @@ def test_a_step_never_has_more_rows_than_drafts_may_fill(windows: Windows, monke
         for _ in range(4):
             batcher.step()
     list(run_dry(batcher))
-    assert max(len(parts) for parts in passes if parts[0].length >= 3) == 6
+    assert max(sum(len(part.tokens) for part in parts) for parts in passes if parts[0].length >= 3) == 6
     assert batcher.counters.accepted > 0
 
 
@@ -596,15 +597,15 @@ def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> N
     """By the measured time of steps, which all rows wait for."""
     free, dear = BatchPace(), BatchPace()
     for rows in range(1, 20):
-        free.takes(f"verify {rows}", 1.0)
-        dear.takes(f"verify {rows}", float(rows))
+        free.takes_to_verify(rows, 1.0)
+        dear.takes_to_verify(rows, float(rows))
     for rows in (1, 4):
-        assert Drafter(free.charged(rows), prior=0.6).best_rate > 1.5
-        assert Drafter(dear.charged(rows), prior=0.9).best_rate == 1.0
+        assert TrackRecord(free.charged(rows), prior=0.6).best_rate > 1.5
+        assert TrackRecord(dear.charged(rows), prior=0.9).best_rate == 1.0
     some = BatchPace()
     for rows in range(1, 20):
-        some.takes(f"verify {rows}", 1 + 0.1 * rows)
-    rates = [Drafter(some.charged(rows), prior=0.6).best_rate for rows in (1, 4, 16)]
+        some.takes_to_verify(rows, 1 + 0.1 * rows)
+    rates = [TrackRecord(some.charged(rows), prior=0.6).best_rate for rows in (1, 4, 16)]
     assert rates == sorted(rates, reverse=True)
     for _ in range(3):
         free.saw_step(4, 1.0)
@@ -647,7 +648,7 @@ def test_a_new_row_knows_how_often_others_found_the_right_words() -> None:
     second = RowDrafts(PROMPTS[0], request, True, batcher.drafting.found)
     assert second.lookup.acceptance == pytest.approx(batcher.drafting.found.value)
     assert second.lookup.acceptance < 0.3
-    first.tokens, first.source = [5], Drafter(StepCosts(0.3), depth=4)
+    first.tokens, first.source = [5], TrackRecord(StepCosts(0.3), depth=4)
     before = batcher.drafting.found.value
     first.judge([5, 6])  # drafts by layers say nothing about lookup
     assert batcher.drafting.found.value == before

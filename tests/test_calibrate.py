@@ -24,11 +24,12 @@ from depthdecay.calibrate.goal import upper_bound
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
-from depthdecay.decoding import Prompt
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import runs_of
-from depthdecay.lossless import LosslessDecoder
 from depthdecay.repairs import Repair, Repairs, repaired_at_once
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.blocks import Blocks
+from depthdecay.runners.contract import Part
 from depthdecay.stack import Stack
 
 ORDER = [3, 4, 6, 1]
@@ -386,12 +387,10 @@ def test_drafts_are_simulated_as_lossless_mode_makes_them(architecture: str) -> 
     for row, text in enumerate(sorted(texts, key=lambda text: (len(text.prompt), text.prompt))):
         for column in range(0, len(text.tokens) - 1, 3):
             before = [*text.prompt, *text.tokens[:column]]
-            prompt = Prompt.pad([before], 0, torch.device("cpu"))
-            decoder = LosslessDecoder(stack, plan, prompt, 4, Repairs(), 2)
-            with torch.no_grad():
-                decoder.prefill(prompt)
-                token = torch.tensor([[text.tokens[column]]])
-                drafted = decoder._pass(token, decoder.next_position, depth)[0, -1]
+            blocks = Blocks.of_rows(stack.kept_shapes(), [[len(before) + 1] * LAYERS])
+            runner = BlockRunner(stack, blocks, Repairs())
+            runner.run([Part(0, 0, before, LAYERS, plan)])
+            drafted = runner.run([Part(0, len(before), [text.tokens[column]], depth, plan)]).logits[0]
             torch.testing.assert_close(simulated[row, column], drafted, atol=2e-4, rtol=1e-3)
 
 

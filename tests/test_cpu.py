@@ -14,18 +14,28 @@ from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay import models
-from depthdecay.cache import PlannedCache
 from depthdecay.cpu import blocks, library, weights
 from depthdecay.cpu import stack as cpu
 from depthdecay.cpu.form import OtherForm, form_of
+from depthdecay.cpu.rows import FEW_TOKENS
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import runs_of
 from depthdecay.origin import Origin
 from depthdecay.repairs import Repair, Repairs
-from depthdecay.stack import LayerPass, Stack
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.blocks import BLOCK, Blocks
+from depthdecay.runners.contract import Part
+from depthdecay.stack import Stack
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures of the plain form
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+
+
+def logits_of(stack: Stack, ids: list[int]) -> torch.Tensor:
+    """What is said behind every token, by the fastest way to run a pass."""
+    rows = Blocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
+    part = Part(0, 0, ids, LAYERS, dd.Plan.full(LAYERS), wanted=len(ids))
+    return BlockRunner(stack, rows, Repairs()).run([part]).logits
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +68,7 @@ def tokens(engine: dd.Engine, prompts: list[list[int]], mode: str = "full", coun
 def test_a_pass_says_what_the_model_says(architecture: str, dtype: torch.dtype) -> None:
     stack = cpu.open_stack(tiny_model(architecture).to(dtype), fast=True)
     assert isinstance(stack, cpu.CpuStack)
-    assert stack.difference() < (1e-5 if dtype == torch.float32 else 0.05)
+    assert cpu._difference(stack) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("architecture", PLAIN)
@@ -79,12 +89,7 @@ def test_few_bits_equal_their_widened_reference(architecture: str, setting: str)
     model = tiny_model(architecture)
     stack = cpu.open_stack(model, quantize=setting)
     reference = Stack.of(rounded_copy(model, setting))
-    said = []
-    for each in (stack, reference):
-        cache = PlannedCache([11] * LAYERS, each.windows)
-        with torch.no_grad():
-            ids = torch.tensor([PROMPTS[0]])
-            said.append(each.run(LayerPass(), ids, None, cache, torch.arange(11).unsqueeze(0), 11))
+    said = [logits_of(each, PROMPTS[0]) for each in (stack, reference)]
     assert stack.rounded.matrices  # type: ignore[attr-defined]
     assert (said[0] - said[1]).abs().max() < 1e-3 * said[1].abs().max()
 
@@ -102,8 +107,7 @@ def test_few_bits_in_every_mode(setting: str, count: int) -> None:
 
 @pytest.mark.parametrize("setting", ["int8", "int4"])
 @pytest.mark.parametrize("architecture", PLAIN)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str, compiled: bool) -> None:
+def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str) -> None:
     from test_batching import SMALL, run_dry, submit
 
     from depthdecay.batching import Batcher
@@ -112,12 +116,9 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
     plan = dd.Plan.decay(LAYERS, "0.95")
     engine = dd.Engine(model, plan=plan, quantize=setting)
     batcher = Batcher(engine, SMALL)
-    assert isinstance(batcher.stack, cpu.RoundedStack)
-    assert batcher.compiled_rows is not None
-    assert not batcher.compiled_rows.has_room(cpu.FEW_TOKENS + 1)
-    if not compiled:
-        batcher.compiled_rows = None
-    assert batcher.stack.layer_bytes() == engine.stack.layer_bytes() < Stack.of(model).layer_bytes()
+    assert batcher.runner.compiled is not None
+    assert batcher.runner.compiled.takes(10 * FEW_TOKENS)  # rounded weights are nowhere else
+    assert batcher.stack.layer_bytes() < Stack.of(model).layer_bytes()
     expected, got = {}, {}
     for place, prompt in enumerate(PROMPTS):
         mode = "decay" if place % 2 else "full"
@@ -130,27 +131,6 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
         got[update.id].append(update.token)
     assert got == expected
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_a_product_is_the_same_by_either_code() -> None:
-    """Torch's own for many tokens, where the model has the very numbers that were packed."""
-    model = rounded_copy(tiny_model("qwen2"), "int8")
-    stack = cpu.open_stack(model, quantize="int8")
-    assert isinstance(stack, cpu.CpuStack)
-    assert stack.rounded is not None
-    name, packed = next((name, packed) for name, packed in stack.rounded.matrices.items() if name.endswith("query"))
-    linear = dict(stack.form.matrices())[name]
-    by_code, by_either = (
-        cpu._product(stack.code, stack.packed_matrix(name, packed), linear, exact) for exact in (False, True)
-    )
-    with torch.no_grad():
-        for count in (1, 2, 3, 7, 8, 13, 40):
-            state = torch.randn(2, count, packed.columns)
-            expected = linear(state)
-            for product in (by_code, by_either):
-                assert (product(state) - expected).abs().max() < 1e-2 * expected.abs().max()
-            if 2 * count > cpu.FEW_TOKENS:
-                assert torch.equal(by_either(state), expected)
 
 
 def test_layers_are_counted_where_they_run() -> None:
@@ -377,8 +357,6 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
     from test_batching import SMALL, run_dry, submit
 
     from depthdecay.batching import Batcher
-    from depthdecay.batching.blocks import BLOCK
-    from depthdecay.batching.parts import Part
 
     plan = dd.Plan.decay(LAYERS, "0.93")
     model = tiny_model("mistral").to(dtype)  # with a window
@@ -392,7 +370,8 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
             for start, end in runs_of(plan.dropped(depth))
         )
     batcher = Batcher(dd.Engine(model, plan=plan, repairs=Repairs(maps)), SMALL)
-    assert batcher.compiled_rows is not None
+    assert batcher.runner.compiled is not None
+    assert not batcher.runner.compiled.takes(FEW_TOKENS + 1)
     for prompt in PROMPTS:
         submit(batcher, prompt * 4, 6, plan, "decay", **GREEDY)
     list(run_dry(batcher))
@@ -406,12 +385,13 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
         batcher.blocks.extend(row.slot, row.plan.layers(row.depth), row.length + 1)
     slot = batcher.blocks.enter(batcher.blocks.needs(dd.Plan.full(LAYERS), 20, 1)[LAYERS])
     batcher.blocks.extend(slot, range(LAYERS), 20)
-    parts.insert(0, Part(slot, 0, list(range(5, 10)), LAYERS, dd.Plan.full(LAYERS)))
+    parts.insert(0, Part(slot, 0, list(range(5, 10)), LAYERS, dd.Plan.full(LAYERS), wanted=3))
     assert len({part.depth for part in parts}) >= 3
-    logits, counts = batcher.compiled_rows.run(parts)
+    said = batcher.runner.compiled.run(parts)
     stores = [(store.keys.clone(), store.values.clone()) for store in batcher.blocks.stores]
-    expected, expected_counts = batcher._eager_logits(parts)
-    assert counts == expected_counts
+    eager = batcher.runner.forward.run(parts)
+    logits, expected = said.logits, eager.logits
+    assert said.tokens_run == eager.tokens_run
     tolerance = 1e-3 if dtype == torch.float32 else 0.1  # the eager pass rounds to 16 bits everywhere
     assert (logits - expected.float()).abs().max() < tolerance * expected.float().abs().max()
     own = torch.tensor([int(batcher.blocks.table[0, part.slot, 0]) * BLOCK for part in parts])  # all their first places

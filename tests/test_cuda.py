@@ -12,10 +12,12 @@ from reference import reference_tokens
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import attend, graphs
+from depthdecay import attend
+from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.ladder import runs_of
 from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs
 from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
+from depthdecay.speculative.gain import TrackRecord
 
 pytestmark = [
     pytest.mark.cuda,
@@ -119,7 +121,7 @@ def test_gemv_is_exact_up_to_rounding(columns: int, rows: list[int], overlap: bo
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = dd.Engine(on_gpu(), plan=plan_with(None))
     engine.generate(PROMPTS[:1], max_new_tokens=30)  # captures
-    step, pick = graphs.GraphDecoder.step, dd.Engine._pick
+    step, pick = PassGraphs._step, dd.Engine._pick
 
     def strict(function: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -131,7 +133,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(graphs.GraphDecoder, "step", strict(step))
+    monkeypatch.setattr(PassGraphs, "_step", strict(step))
     monkeypatch.setattr(dd.Engine, "_pick", strict(pick))
     assert len(engine.generate(PROMPTS[:1], max_new_tokens=30)[0].token_ids) == 30
     settings: dict[str, Any] = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
@@ -141,13 +143,14 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs_are_captured_once() -> None:
     engine = dd.Engine(on_gpu(), plan=plan_with(None))
     first = engine.generate(PROMPTS, max_new_tokens=20)
-    assert engine._kept is not None
-    decoder, captured = engine._kept.decoder, dict(engine._kept.decoder.graphs)
+    kept = engine._steps.last
+    assert kept is not None
+    captured = dict(kept.graphs.by_key)
     later_depths = set(plan_with(None).depths(20)[1:])  # T_0 comes from the prompt's own pass, which is no graph
-    assert {depth for depth, _ in captured} == later_depths
+    assert {depth for _, depth, _ in captured} == later_depths
     second = engine.generate(PROMPTS, max_new_tokens=20)
-    assert engine._kept.decoder is decoder
-    assert decoder.graphs == captured
+    assert engine._steps.last is kept
+    assert kept.graphs.by_key == captured
     assert [r.token_ids for r in first] == [r.token_ids for r in second]
 
 
@@ -336,10 +339,8 @@ def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
 def test_lossless_graphs_say_what_full_depth_says(
     architecture: str, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthdecay.windows import Drafter
-
     lengths = iter((1, 5, 3, 0, 7) * 100)
-    monkeypatch.setattr(Drafter, "window", lambda self: next(lengths))
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
     plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5])
     engine = dd.Engine(on_gpu(architecture), plan=plan, compile=compile)
     for prompts in (PROMPTS[:1], PROMPTS):
@@ -358,10 +359,8 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(
 
     Texts grow over several buckets at windows of every length, and some passes are captured at the end of a bucket.
     """
-    from depthdecay.windows import Drafter
-
     lengths = iter((1, 5, 3, 9, 15, 2) * 400)
-    monkeypatch.setattr(Drafter, "window", lambda self: next(lengths))
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
     model = wide_model(vocab_size=32768)
     torch.manual_seed(0)
     order = [3, 4, 1, 6]

@@ -23,10 +23,10 @@ from test_batching import (
 
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.batching import paged as paged_module
-from depthdecay.batching.paged import Paged, attend_paged
-from depthdecay.batching.parts import Part
-from depthdecay.batching.steps import bucket_of
+from depthdecay.cuda import paged as paged_module
+from depthdecay.cuda.layer_graphs import bucket_of
+from depthdecay.cuda.paged import Paged, attend_paged
+from depthdecay.runners.contract import Part
 
 pytestmark = [
     pytest.mark.cuda,
@@ -72,7 +72,7 @@ def test_a_wide_batch_gives_the_cpu_s_tokens() -> None:
     for update in run_dry(batcher):
         assert update.error is None
         got[update.id].append(update.token)
-    assert batcher.steps is not None
+    assert batcher.runner.graphs is not None
     model = tiny_model()
     for number, ask in zip(numbers, asks, strict=True):
         assert got[number] == [token for token, _ in alone(model, ask, None)]
@@ -97,12 +97,13 @@ def test_a_graph_step_is_the_eager_step(architecture: str, dtype: torch.dtype) -
     slot = batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS])
     batcher.blocks.extend(slot, range(LAYERS), 20)
     parts.insert(0, Part(slot, 0, list(range(5, 25)), LAYERS, Plan.full(LAYERS)))
-    assert batcher.steps is not None
-    logits, counts = batcher.steps.run(parts)
-    expected, expected_counts = batcher._eager_logits(parts)
+    assert batcher.runner.graphs is not None
+    said = batcher.runner.graphs.run(parts)
+    eager = batcher.runner.forward.run(parts)
+    logits, expected = said.logits, eager.logits
     error = float((logits.float() - expected.float()).norm() / expected.float().norm())
     assert error < (1e-4 if dtype == torch.float32 else 0.1)
-    assert counts == expected_counts
+    assert said.tokens_run == eager.tokens_run
 
 
 def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     for prompt, more in zip(PROMPTS, settings, strict=True):
         submit(batcher, prompt, 30, plan, "decay", **more)
-    steps = batcher.steps
+    steps = batcher.runner.graphs
     assert steps is not None
     run = steps.run
 
@@ -140,9 +141,9 @@ def test_graphs_are_captured_ahead_and_take_little() -> None:
     before = torch.cuda.memory_reserved()
     batcher = Batcher(Engine(on_gpu(), None), BatchSettings(max_batch=64, max_positions=256))
     batcher.warm_up()
-    assert batcher.steps is not None
-    sizes = {bucket_of(rows) for rows in range(1, batcher.steps.rows + 1)}
-    assert len(batcher.steps.graphs) == LAYERS * len(sizes) + 2
+    assert batcher.runner.graphs is not None
+    sizes = {bucket_of(rows) for rows in range(1, batcher.runner.graphs.rows + 1)}
+    assert len(batcher.runner.graphs.graphs.by_key) == LAYERS * len(sizes) + 2
     assert torch.cuda.memory_reserved() - before - batcher.usage().total < 2**28
 
 

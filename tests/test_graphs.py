@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,47 +14,24 @@ import pytest
 import torch
 from conftest import LAYERS, PROMPTS, tiny_model
 from reference import decoder_layers, reference_tokens
+from replays import replay_captures
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import attend, attention, gemv, graphs, overlap
+from depthdecay import attend, attention, gemv, overlap
 from depthdecay.cache import bucket_for
+from depthdecay.cuda import compiled_layers
+from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
 from depthdecay.errors import DepthDecayError
 from depthdecay.repairs import Repair
 from depthdecay.request import prepare_request
 
 
-class Replay:
-    """Stands in for a CUDA graph: runs the recorded pass."""
-
-    def __init__(self, decoder: graphs.GraphDecoder, dropped: frozenset[int], bucket: int) -> None:
-        self.decoder, self.dropped, self.bucket = decoder, dropped, bucket
-
-    def replay(self) -> None:
-        self.decoder.layer_pass.dropped = self.dropped
-        with self.decoder._decoding_layout(self.bucket), self.decoder._shared_layers():
-            self.decoder._pass(self.bucket)
-        assert self.decoder.position is not None
-        self.decoder.position += 1
-        self.decoder.static_position_ids += 1
-
-
-def record(decoder: graphs.GraphDecoder, depth: int, bucket: int) -> graphs._Graph:
-    dropped = frozenset(decoder.plan.dropped(depth))
-    decoder.layer_pass.dropped = dropped
-    with decoder._decoding_layout(bucket):
-        decoder._warm_up(bucket)  # it really runs, and must do no harm
-        decoder.layer_pass.layers_executed = 0
-        with decoder._shared_layers():
-            decoder._pass(bucket)
-    return graphs._Graph(Replay(decoder, dropped, bucket), decoder.layer_pass.layers_executed)  # type: ignore[arg-type]
-
-
 def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
-    monkeypatch.setattr(graphs.GraphDecoder, "_capture", record)
+    replay_captures(monkeypatch)
     engine = dd.Engine(model, plan=plan, fast=False)  # a CPU's compiled pass would take the prompt
     engine.uses_graphs = True
-    engine.compiled = graphs.CompiledLayers() if compile else None
+    engine.compiled = CompiledLayers() if compile else None
     return engine
 
 
@@ -97,10 +75,10 @@ def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: p
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
     engine.generate(PROMPTS, max_new_tokens=12)
-    kept = engine._kept
+    kept = engine._steps.last
     even = [prompt[:3] for prompt in PROMPTS]
     results = engine.generate(even, max_new_tokens=12)
-    assert engine._kept is kept
+    assert engine._steps.last is kept
     assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 12)[0] for prompt in even]
 
 
@@ -109,24 +87,24 @@ def test_a_single_row_leaves_room_for_a_longer_prompt(monkeypatch: pytest.Monkey
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
     engine.generate(PROMPTS[:1], max_new_tokens=12)
-    kept = engine._kept
+    kept = engine._steps.last
     longer = PROMPTS[0] * (40 // len(PROMPTS[0]))
     result = engine.generate([longer], max_new_tokens=12)[0]
-    assert engine._kept is kept
+    assert engine._steps.last is kept
     assert result.token_ids == reference_tokens(model, plan, longer, 12)[0]
 
 
 def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
-    stream = engine._decode(prepare_request(engine, PROMPTS[:1], 8, {}), [dd.Result(mode="decay")])
+    stream = engine._decode(prepare_request(engine, PROMPTS[:1], 8, {}), [dd.Result(num_layers=LAYERS, mode="decay")])
     next(stream)
     with warnings.catch_warnings(), dd.applied(model, plan):
         warnings.simplefilter("error")  # a refusal is no failed capture
         with pytest.raises(DepthDecayError, match="applied"):
             next(stream)
-    assert engine._kept is not None
-    assert engine._kept.decoder.feeds_itself
+    assert engine._steps.last is not None
+    assert engine._steps.last.graphs.can_capture
 
 
 def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +119,9 @@ def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatc
 def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(architecture), plan_with(ORDERS["first-layers-too"])
     engine = graph_engine(monkeypatch, model, plan, compile=True)
-    monkeypatch.setattr(graphs.CompiledLayers, "function", lambda self, plain: plain)  # what stands beside the layers
+    monkeypatch.setattr(
+        CompiledLayers, "function", lambda self, plain, dynamic=None: plain
+    )  # what stands beside the layers
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
@@ -197,7 +177,7 @@ def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
 
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
-        compiled = torch.compile(products, options=graphs.inductor_options(few=True))
+        compiled = torch.compile(products, options=inductor_options("few"))
         for count in (3, 5, 16, 2):
             x = torch.randn(1, count, 256).bfloat16()
             assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
@@ -216,11 +196,7 @@ def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(graphs.GraphDecoder, "_capture", fail)
+    replay_captures(monkeypatch, allowed=itertools.repeat(False))
     with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
         results = engine.generate(PROMPTS, max_new_tokens=16)
     expected = dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)
@@ -236,7 +212,7 @@ def test_a_layer_that_needs_its_index_is_not_compiled(monkeypatch: pytest.Monkey
         type(model.model.layers[0].mlp), "forward", lambda self, x: plain(self, x) * (1 + self.layer_idx % 3)
     )
     engine = graph_engine(monkeypatch, model, plan, compile=True)
-    with pytest.warns(UserWarning, match="differ from the plain ones"):
+    with pytest.warns(UserWarning, match="compiled layers differ from plain ones"):
         result = engine.generate(PROMPTS[:1], max_new_tokens=12)[0]
     assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 12)[0]
 
@@ -265,7 +241,7 @@ def test_products_with_a_few_rows_come_in_parts_that_the_next_kernel_sums(hidden
 def test_compiled_maps_of_every_size_say_what_plain_ones_do(made: list[int]) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    compiled = graphs.CompiledLayers()
+    compiled = CompiledLayers()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         for neurons in (64, 128, 0, 192, 64):
             shapes = [(32, 48), (48, 32), (48,)] + ([(neurons, 48), (neurons, 48), (48, neurons)] if neurons else [])
@@ -306,12 +282,12 @@ def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: p
         finally:
             is_open[0] = False
 
-    def function(self: graphs.CompiledLayers, plain: Any) -> Any:
+    def function(self: CompiledLayers, plain: Any, dynamic: bool | None = None) -> Any:
         inside.append(is_open[0])
         return plain
 
-    monkeypatch.setattr(graphs, "waiting_first", waiting)
-    monkeypatch.setattr(graphs.CompiledLayers, "function", function)
+    monkeypatch.setattr(compiled_layers, "waiting_first", waiting)
+    monkeypatch.setattr(CompiledLayers, "function", function)
     engine = graph_engine(monkeypatch, tiny_model(), plan_with(None), compile=True)
     engine.generate(PROMPTS[:1], max_new_tokens=4)
     assert inside

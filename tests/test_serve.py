@@ -26,6 +26,7 @@ openai = pytest.importorskip("openai")
 schemathesis = pytest.importorskip("schemathesis")
 
 from conftest import LAYERS  # noqa: E402
+from depthdecay.windows import Drafter  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis.errors import Unsatisfiable  # noqa: E402
 from saved_model import save_tiny_chat_model  # noqa: E402
@@ -41,7 +42,6 @@ from depthdecay.schedule import PowerSchedule  # noqa: E402
 from depthdecay.serve.answers import Account, Answer  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
 from depthdecay.serve.tokens import token_bytes, token_name  # noqa: E402
-from depthdecay.windows import Drafter  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
 

@@ -14,10 +14,11 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
 from .errors import DepthDecayError
+from .patches import patched, replaced
 from .plan import Plan
 from .plan_check import check_plan
 from .repairs import Repairs, repairs_for
-from .stack import LayerPass, Stack, patched, replaced, require_eval
+from .stack import LayerPass, Stack, require_eval
 
 # Caches that hold tokens without keys and values in every layer. Weak: none is kept alive.
 _DECAYED: weakref.WeakSet[Cache] = weakref.WeakSet()
@@ -171,7 +172,7 @@ class _Driver:
         depth = self.plan.depth(index)
         dropped = frozenset(self.plan.dropped(depth))
         self.layer_pass.dropped, self.layer_pass.repairs = dropped, self.repairs.at(depth)
-        self.layer_pass.layers_executed = 0
+        self.layer_pass.executed.clear()
         try:
             with _lengths_from_live_layers(cache, dropped):
                 output = forward(*args, **kwargs)

@@ -1,11 +1,16 @@
-"""Attention while decoding, in place of transformers' own: our kernels on CUDA, heads that share keys on CPUs."""
+"""Attention while decoding, in place of transformers' own: our kernels on CUDA, heads that share keys on CPUs.
+
+transformers finds the function by its name, for all models of the process. So what stands there asks the module that
+attends which function it has for now; modules are marked under their model's lock, and all others get the original.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -13,6 +18,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from .attend import attend, can_attend
 from .devices import cuda_generation, overlaps_kernels
+from .patches import SharedPatch, replaced_each
+
+if TYPE_CHECKING:
+    from .stack import Stack
+
+Attention = Callable[..., Any]
+_MARK = "_depthdecay_attention"
 
 
 def is_plain(kwargs: dict[str, Any]) -> bool:
@@ -28,7 +40,7 @@ def scaling_of(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
 
 
 @functools.cache
-def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
+def stepwise(original: Attention) -> Attention:
     """transformers' sdpa function, with passes over a few new tokens taken over where that is the same and cheaper.
 
     Made once for all, since compiled layers know it by its identity.
@@ -50,7 +62,7 @@ def stepwise(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
+def grouped(original: Attention) -> Attention:
     """transformers' sdpa function, with the heads that share keys asked as if they were tokens.
 
     transformers copies keys and values for every head, which for a batch takes longer than the layer's matrices do.
@@ -70,26 +82,42 @@ def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def attention_in_steps(config: Any) -> contextlib.AbstractContextManager[None]:
+@functools.cache
+def _as_marked(original: Attention) -> Attention:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(module, _MARK, original)(module, *args, **kwargs)
+
+    forward.__wrapped__ = original  # type: ignore[attr-defined]
+    return forward
+
+
+def _dispatch() -> Callable[[], None]:
+    mapping = AttentionInterface._global_mapping
+    original = mapping["sdpa"]
+    mapping["sdpa"] = _as_marked(original)
+    return lambda: mapping.__setitem__("sdpa", original)
+
+
+_DISPATCHED = SharedPatch(_dispatch)
+
+
+def attention_in_steps(stack: Stack) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention take our CUDA kernels where it pays."""
-    return replaced_attention(config, stepwise)
+    return replaced_attention(stack, stepwise)
 
 
-def grouped_attention(config: Any) -> contextlib.AbstractContextManager[None]:
+def grouped_attention(stack: Stack) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention copy no keys for heads that share them."""
-    return replaced_attention(config, grouped)
+    return replaced_attention(stack, grouped)
 
 
 @contextlib.contextmanager
-def replaced_attention(config: Any, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While open, models that use torch's attention take what is made of transformers' function for it."""
-    mapping = AttentionInterface._global_mapping
-    original = mapping.get("sdpa")
-    if getattr(config, "_attn_implementation", None) != "sdpa" or original is None:
+def replaced_attention(stack: Stack, made: Callable[[Attention], Attention]) -> Iterator[None]:
+    """While open, this model's attention is what is made of transformers' function; for one pass, under its lock."""
+    if stack.config._attn_implementation != "sdpa":
         yield
         return
-    mapping["sdpa"] = made(original)
-    try:
-        yield
-    finally:
-        mapping["sdpa"] = original
+    with stack.exclusive(), _DISPATCHED.made():
+        own = made(AttentionInterface._global_mapping["sdpa"].__wrapped__)
+        with replaced_each(stack.attending, _MARK, itertools.repeat(own, len(stack.attending))):
+            yield

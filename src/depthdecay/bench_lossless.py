@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from .decoding import Prompt
 from .devices import synchronize
-from .engine import Engine, Result
-from .errors import DepthDecayError, failure
-from .lossless import LosslessDecoder
-from .lossless_graphs import LosslessGraphDecoder
+from .engine import Engine
+from .errors import DepthDecayError, NotCapturable, failure
 from .plan import Plan
-from .request import PLAIN_GREEDY
-from .windows import StepCosts
+from .request import PLAIN_GREEDY, prepare_request
+from .result import Result
+from .runners.contract import Part
+from .speculative.drafters import Lane
+from .speculative.gain import Pace, StepCosts
+from .speculative.host_lane import HostLane
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 SAVE_EVERY = 10.0  # seconds
@@ -301,18 +302,18 @@ def run_step_costs(
     engine = Engine(model, plan=plan, compile=compile_layers and on_cuda)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
-    prompt = Prompt.pad(ids.tolist(), 0, engine.device)
-    drafting = engine._prepared_drafting()
-    with torch.no_grad(), engine._borrowed_lossless_decoder(plan, prompt, 64, drafting) as decoder:
-        decoder.prefill(prompt)
+    request = prepare_request(engine, ids.tolist(), 64, PLAIN_GREEDY)
+    drafting, sampler = engine._prepared_drafting(), engine._sampler(request)
+    with torch.no_grad(), engine._lane(request.prompts[0], request, sampler, drafting) as lane:
+        lane.read(request.prompts[0])
+        lane.begin(0)
         progress("timing passes")
-        if isinstance(decoder, LosslessGraphDecoder):
-            seconds = _seconds_on_device(decoder, depths)
-        else:
-            seconds = _seconds_by_clock(decoder, depths, rounds)
-    full = seconds["verify 1"]
-    drafts = {depth: seconds[f"draft {depth}"] / full for depth in depths}
-    checks = {tokens: seconds[f"verify {tokens}"] / full for tokens in VERIFIED}
+        pace = (
+            _paced_by_clock(lane, depths, rounds) if isinstance(lane, HostLane) else _paced(lane, drafting.pace, depths)
+        )
+    full = pace.verifications[1]
+    drafts = {depth: pace.drafts[depth] / full for depth in depths}
+    checks = {tokens: pace.verifications[tokens] / full for tokens in VERIFIED}
     speedups = []
     for depth, draft in drafts.items():
         costs = StepCosts(draft, lambda tokens: _between({1: 1.0, **checks}, tokens))
@@ -347,34 +348,35 @@ def _between(known: dict[int, float], tokens: int) -> float:
     return known[low] + (known[high] - known[low]) * (tokens - low) / (high - low)
 
 
-def _seconds_on_device(decoder: LosslessGraphDecoder, depths: Sequence[int]) -> dict[str, float]:
+def _paced(lane: Lane, pace: Pace, depths: Sequence[int]) -> Pace:
     """Graphs are timed where they are captured."""
-    decoder.begin(decoder.logits.argmax(-1))
-    for depth in depths:
-        decoder.draft_one(depth, 0)
-        decoder.begin(decoder.logits.argmax(-1))
-    for tokens in (1, *VERIFIED):
-        decoder.launch(tokens - 1)
-        decoder.begin(decoder.logits.argmax(-1))
-    if not decoder.chains:
-        raise DepthDecayError("this model cannot run as CUDA graphs; its passes were not timed")
-    return dict(decoder.pace.seconds)
+    try:
+        for depth in depths:
+            lane.draft(depth, 0)
+            lane.begin(0)
+        for tokens in (1, *VERIFIED):
+            lane.verify(tokens - 1)
+            lane.begin(0)
+    except NotCapturable:
+        raise DepthDecayError("this model cannot run as CUDA graphs; its passes were not timed") from None
+    return pace
 
 
-def _seconds_by_clock(decoder: LosslessDecoder, depths: Sequence[int], rounds: int) -> dict[str, float]:
+def _paced_by_clock(lane: HostLane, depths: Sequence[int], rounds: int) -> Pace:
     """Rounds over all passes, the least of each: what else a machine does falls on all alike."""
-    layers, start = decoder.stack.num_layers, decoder.filled
-    passes = {f"draft {depth}": (depth, 1) for depth in depths}
-    passes |= {f"verify {tokens}": (layers, tokens) for tokens in (1, *VERIFIED)}
-    seconds: dict[str, float] = {}
+    pace, layers = Pace(), lane.plan.num_layers
+
+    def seconds(depth: int, tokens: int, before: float | None, is_draft: bool) -> float:
+        part = Part(0, lane.length, [0] * tokens, depth, lane.plan, wanted=tokens)
+        started = time.perf_counter()
+        logits = lane.runner.run([part], short=lane.short_head if is_draft else None).logits
+        synchronize(logits.device)
+        taken = time.perf_counter() - started
+        return taken if before is None else min(taken, before)
+
     for _ in range(rounds):
-        for kind, (depth, tokens) in passes.items():
-            ids = torch.zeros((1, tokens), dtype=torch.long, device=decoder.mask.device)
-            positions = decoder.next_position + torch.arange(tokens, device=ids.device)
-            short = decoder.short_head if kind.startswith("draft") else None
-            started = time.perf_counter()
-            decoder._pass(ids, positions, depth, keep=tokens, short=short)
-            synchronize(ids.device)
-            seconds[kind] = min(time.perf_counter() - started, seconds.get(kind, float("inf")))
-            decoder.cache.clock.filled = start
-    return seconds
+        for depth in depths:
+            pace.takes_to_draft(depth, seconds(depth, 1, pace.drafts.get(depth), True))
+        for tokens in (1, *VERIFIED):
+            pace.takes_to_verify(tokens, seconds(layers, tokens, pace.verifications.get(tokens), False))
+    return pace

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .errors import DepthDecayError
+from .plan import Plan
 
 
 @dataclass
@@ -149,6 +150,29 @@ class OneLayer:
         return self.layer.update(key_states, value_states)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A batch of prompts, padded on the left."""
+
+    ids: torch.Tensor  # (batch, length)
+    mask: torch.Tensor | None  # (batch, length) of 0 and 1, None where nothing is padded
+    position_ids: torch.Tensor
+
+    @classmethod
+    def pad(cls, prompts: list[list[int]], pad_token_id: int, device: torch.device) -> Prompt:
+        length = max(map(len, prompts))
+        ids = torch.tensor([[pad_token_id] * (length - len(p)) + p for p in prompts])
+        lengths = torch.tensor([[len(p)] for p in prompts])
+        positions = torch.arange(length).unsqueeze(0) - (length - lengths)
+        padded = bool((lengths != length).any())
+        mask = (positions >= 0).long().to(device) if padded else None
+        return cls(ids.to(device), mask, positions.clamp(min=0).to(device))
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+
 BUCKET = 128  # small enough that a short text does not pay for a long cache, large enough that graphs stay few
 
 
@@ -158,6 +182,12 @@ def bucket_for(filled: int) -> int:
     while filled > step * 16:  # at most about 16 buckets a doubling: bounded waste (6%), bounded graphs
         step *= 2
     return -(-filled // step) * step
+
+
+def rooms(plan: Plan, prompt_length: int, new_tokens: int, *, in_buckets: bool) -> list[int]:
+    """Positions each layer needs: the prompt, and one for every later pass that still runs the layer."""
+    needs = (prompt_length + plan.last_token_of_layer(layer, new_tokens) - 1 for layer in range(plan.num_layers))
+    return [bucket_for(need) if in_buckets else need for need in needs]
 
 
 LEAST_ROOM = 512

@@ -6,145 +6,42 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from .cache import PlannedCache, room_for
-from .cpu.stack import open_stack
-from .decoding import Decoder, EagerDecoder, Prompt, rooms
-from .errors import DepthDecayError
-from .graphs import CompiledLayers, GraphDecoder
-from .lossless import LosslessDecoder, LosslessRun, drafting_for, drafting_plan
-from .lossless_graphs import LosslessGraphDecoder
+from .cache import room_for, rooms
+from .errors import DepthDecayError, UnsupportedModelError
 from .mailbox import Mailbox
 from .origin import Origin
 from .plan import Plan
 from .plan_check import check_plan
 from .repairs import Repairs, repairs_for
 from .request import Request, prepare_request
+from .result import Answer, Piece, Result, Stream
+from .runners.block_runner import BlockRunner
+from .runners.blocks import Blocks
+from .runners.contract import FED, Part, Runner, Said
 from .sampling import Sampler, sequence_keys
-from .short_head import ShortHead
-from .stack import primary_device, require_eval
-from .text import TextStream
-from .windows import LONGEST, Drafting
+from .speculative.choice import Drafting, drafting_for, drafting_plan
+from .speculative.drafters import Lane
+from .speculative.gain import LONGEST
+from .speculative.host_lane import HostLane
+from .speculative.lossless import LosslessRun
+from .speculative.short_head import ShortHead
+from .stack import Stack, primary_device, require_eval, unwrap
+
+if TYPE_CHECKING:
+    from .batching import Batcher
+    from .cuda.chain import Chain
+    from .cuda.pass_graphs import PassGraphs
 
 MODES = ("full", "decay", "lossless")
+PREFILL_TOKENS = 2048  # of several texts that are read together
 
-
-@dataclass
-class Result:
-    """One answer, with the account of what it took."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)  # depths[i]: layers of the pass that produced token i
-    finish_reason: str = "length"  # "stop": an end-of-text token, a stop string or a criterion; "length": the limit
-    num_layers: int = 0
-    prompt_tokens: int = 0
-    overrun_layers: int = 0  # layers run for this row after its last token: host lag, and rows of a batch that go on
-    seconds: float = 0.0  # of the whole batch that this answer was part of
-    prefill_seconds: float = 0.0
-    mode: str = "full"
-    seed: int | None = None
-    # In lossless mode: what proposed each token (a depth; 0: found in the text before; None: the full pass itself),
-    # and what it took. `depths` are those of the passes that decided, all of them full.
-    draft_depths: list[int | None] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
-    verifications: int = 0  # full-depth passes over one token or several
-    layer_passes: int = 0  # layers of all passes that this row took part in, drafts included
-    cache_bytes: int = 0  # keys and values of the whole batch
-    cache_bytes_saved: int = 0  # against the same room in every layer
-
-    @property
-    def layers_executed(self) -> int:
-        """Of a lossless answer the layer passes: one verification of several tokens reads each layer once."""
-        return self.layer_passes if self.mode == "lossless" else sum(self.depths)
-
-    @property
-    def acceptance(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def passes_per_token(self) -> float:
-        """Layer passes in full-depth steps, per token; below 1 where drafting saves work."""
-        return self.layers_executed / self.layers_full if self.token_ids else 0.0
-
-    @property
-    def layers_full(self) -> int:
-        return self.num_layers * len(self.token_ids)
-
-    @property
-    def layer_speedup(self) -> float:
-        return self.layers_full / self.layers_executed if self.depths else 1.0
-
-    @property
-    def decode_seconds(self) -> float:
-        return self.seconds - self.prefill_seconds
-
-    @property
-    def ms_per_token(self) -> float:
-        """Decoding only: the first token comes with the prompt."""
-        steps = len(self.token_ids) - 1
-        return 1000 * self.decode_seconds / steps if steps > 0 else 0.0
-
-
-class Piece(str):
-    """A piece of streamed text, with the depth of the token that completed it."""
-
-    depth: int
-
-    def __new__(cls, text: str, depth: int) -> Piece:
-        piece = super().__new__(cls, text)
-        piece.depth = depth
-        return piece
-
-
-class Stream(Iterator[Piece]):
-    """Iterates over pieces of text; `result` is whole once the iteration has ended."""
-
-    def __init__(self, pieces: Iterator[Piece], result: Result) -> None:
-        self._pieces = pieces
-        self.result = result
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-
-class Row:
-    """One sequence of a batch on the host's side."""
-
-    def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:
-        self.result = result
-        self.text = TextStream(tokenizer, request.stop) if tokenizer is not None else None
-        self.eos = request.eos_token_ids
-        self.finished = False
-
-    def take(self, token: int, depth: int) -> str:
-        """Add a token, or count its layers as overrun when the row has ended; the text that is now certain."""
-        if self.finished:
-            self.result.overrun_layers += depth
-            return ""
-        self.result.token_ids.append(token)
-        self.result.depths.append(depth)
-        piece = self.text.push(token) if self.text is not None else ""
-        if token in self.eos or (self.text is not None and self.text.stopped):
-            self.end("stop")
-        return piece
-
-    def end(self, reason: str) -> None:
-        self.finished = True
-        self.result.finish_reason = reason
-
-    def finish_text(self) -> str:
-        if self.text is None:
-            return ""
-        rest = self.text.finish()
-        self.result.text = self.text.text
-        return rest
+Lent = TypeVar("Lent")
 
 
 class Engine:
@@ -170,7 +67,7 @@ class Engine:
         origin: Origin | None = None,
         fast: bool | None = None,
     ) -> None:
-        self.stack = open_stack(model, quantize=quantize, origin=origin, fast=fast)
+        self.stack = _open(model, quantize, origin, fast)
         require_eval(self.stack.model)
         self.tokenizer = tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
@@ -185,12 +82,15 @@ class Engine:
             raise DepthDecayError(f"CUDA graphs need a CUDA device, but the model is on {self.device}")
         if compile and not self.uses_graphs:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
-        self.compiled = CompiledLayers() if compile and self.uses_graphs else None
-        self._kept: _KeptDecoder | None = None
+        self.compiled = _compiled_layers() if compile and self.uses_graphs else None
+        self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
+        # What is kept for the next request: graphs with the cache that they belong to, and what drafting has taught.
+        self._steps: Kept[PassGraphs] = Kept()
+        self._chain: Kept[Chain] = Kept()
+        self._sampled: Kept[BlockRunner] = Kept()
+        self._rows: Kept[Batcher] = Kept()
         self._drafting: Drafting | None = None
         self._short_head: ShortHead | None = None
-        self._kept_lossless: LosslessGraphDecoder | None = None
-        self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
         self._lock = threading.Lock()
 
     def _can_use_graphs(self) -> bool:
@@ -205,7 +105,7 @@ class Engine:
         mode: str | None = None,
         **settings: Any,
     ) -> list[Result]:
-        """Answer all prompts in one lock-step batch; a Result each, in order.
+        """Answer all prompts in one batch; a Result each, in order.
 
         A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
         of token ids. Settings, where not given, come from the model's generation_config: do_sample, temperature, top_k,
@@ -229,8 +129,13 @@ class Engine:
         return Stream(pieces, results[0])
 
     def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        require_eval(self.stack.model)
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
-        return (self._decode_lossless if results[0].mode == "lossless" else self._decode)(request, results)
+        if results[0].mode != "lossless":
+            return self._decode(request, results)
+        if request.stopping_criteria:
+            raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
+        return self._decode_lossless(request, results)
 
     @property
     def step_mode(self) -> str:
@@ -254,43 +159,38 @@ class Engine:
         return not (self.uses_graphs and request.generation_config.do_sample)
 
     def _new_results(self, request: Request, mode: str) -> list[Result]:
-        layers = self.stack.num_layers
-        return [Result(num_layers=layers, prompt_tokens=len(p), mode=mode, seed=request.seed) for p in request.prompts]
+        return [Result.of(self.stack.num_layers, prompt, request, mode) for prompt in request.prompts]
 
     def _decode(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
         started = time.perf_counter()
-        require_eval(self.stack.model)
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
-        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [Row(result, self.tokenizer, request) for result in results]
-        with self._borrowed_decoder(plan, prompt, request.max_new_tokens) as decoder:
-            # Gradients are off within each pass only: a consumer's code runs between them.
-            with torch.no_grad():
-                sampler = self._sampler(request, prompt)
-                depth = decoder.prefill(prompt)
+        rows = [Answer(result, self.tokenizer, request) for result in results]
+        with self._lock_step_runner(plan, request) as runner:
+            sampler = self._sampler(request)
             mailbox = Mailbox(self.device, len(rows))
-            sent: list[int] = []  # depth of every step that was started
+            sent: list[int] = []  # layers of every step that was started
+            tokens = None
             for index in range(request.max_new_tokens):
+                # Gradients are off within each pass only: a consumer's code runs between them.
                 with torch.no_grad():
-                    if index > 0:
-                        depth = decoder.step(index)
-                    stopped = self._pick(decoder, sampler, request, index)
-                    mailbox.post(decoder.tokens)
-                sent.append(depth)
+                    said = runner.run(_parts(request.prompts, plan, index), fed=tokens)
+                    tokens, stopped = self._pick(said, sampler, request, index)
+                    mailbox.post(tokens)
+                sent.append(said.layers_executed)
                 if index == 0:
                     mailbox.wait()
                     prefill_seconds = time.perf_counter() - started
                 is_last = index == request.max_new_tokens - 1
-                for number, tokens in mailbox.collect(everything=is_last or stopped is not None):
-                    taken = zip(rows, tokens, strict=True)
+                for number, arrived in mailbox.collect(everything=is_last or stopped is not None):
+                    taken = zip(rows, arrived, strict=True)
                     yield [Piece(row.take(token, sent[number]), sent[number]) for row, token in taken]
                 for row, stop in zip(rows, stopped or [], strict=stopped is not None):
                     if stop and not row.finished:
                         row.end("stop")
                 if all(row.finished for row in rows):
                     break
-            cache = decoder.cache
+            cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
         # Steps that were started before the host knew that all rows had ended.
         overrun = sum(sent[mailbox.collected :])
         rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
@@ -298,153 +198,234 @@ class Engine:
             result.overrun_layers += overrun
             result.seconds = time.perf_counter() - started
             result.prefill_seconds = prefill_seconds
-            result.cache_bytes = cache.nbytes
-            result.cache_bytes_saved = cache.nbytes_uniform - cache.nbytes
+            result.cache_bytes = cache_bytes
+            result.cache_bytes_saved = uniform - cache_bytes
         if any(rest):
             yield rest
 
+    def _pick(
+        self, said: Said, sampler: Sampler, request: Request, index: int
+    ) -> tuple[torch.Tensor, list[bool] | None]:
+        """The tokens T_index; where the user gave stopping criteria, ask them which rows end."""
+        criteria = request.stopping_criteria
+        if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
+            return said.likeliest, None
+        tokens, scores = sampler.pick(said.logits, index)
+        if sampler.processors or criteria:
+            sampler.record(tokens, index)
+        if not criteria:
+            return tokens, None
+        stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
+        return tokens, stopped
+
+    @contextlib.contextmanager
+    def _lock_step_runner(self, plan: Plan, request: Request) -> Iterator[Runner]:
+        """Passes for one batch: new on a CPU; on CUDA the kept graphs where they fit and no other batch uses them."""
+        batch, new_tokens = len(request.prompts), request.max_new_tokens
+        if not self.uses_graphs:
+            yield self._block_runner([rooms(plan, len(p), new_tokens, in_buckets=False) for p in request.prompts])
+            return
+        from .cuda.pass_graphs import PassGraphs
+
+        longest = max(map(len, request.prompts))
+
+        def fits(kept: PassGraphs) -> bool:
+            needs = rooms(plan, longest, new_tokens, in_buckets=False)
+            return kept.plan is plan and kept.batch == batch and kept.has_room(needs)
+
+        def make() -> PassGraphs:
+            room = rooms(plan, room_for(longest, batch), new_tokens, in_buckets=True)
+            return PassGraphs(self.stack, plan, self.repairs, self.compiled, batch=batch, rooms=room)
+
+        with self._steps.lent(fits, make) as graphs:
+            yield graphs
+
+    def _block_runner(self, room: Sequence[Sequence[int]]) -> BlockRunner:
+        return BlockRunner(self.stack, Blocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
+
     def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
-        """The same story in windows: each yields some tokens for every row, all of them the full model's."""
-        started = time.perf_counter()
-        require_eval(self.stack.model)
-        if request.stopping_criteria:
-            raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
-        plan, layers = self.drafting_plan, self.stack.num_layers
-        prompt = Prompt.pad(request.prompts, request.pad_token_id, self.device)
-        rows = [Row(result, self.tokenizer, request) for result in results]
-        drafting = self._prepared_drafting()
-        with self._borrowed_lossless_decoder(plan, prompt, request.max_new_tokens, drafting) as decoder:
-            sampler = self._sampler(request, prompt)
+        """The same story in windows: each yields some tokens, all of them the full model's."""
+        if len(results) == 1:
+            for piece in self._decode_windows(request, results, 0):
+                yield [piece]
+            return
+        try:
+            yield from self._decode_windows_of_rows(request, results)
+        except UnsupportedModelError:  # by batches; then one text after the other
+            for row in range(len(results)):
+                for piece in self._decode_windows(request, results, row):
+                    yield [piece if place == row else Piece("", piece.depth) for place in range(len(results))]
+
+    def _decode_windows(self, request: Request, results: list[Result], row: int) -> Iterator[Piece]:
+        """One text."""
+        started, layers = time.perf_counter(), self.stack.num_layers
+        prompt, result, drafting = request.prompts[row], results[row], self._prepared_drafting()
+        answer = Answer(result, self.tokenizer, request)
+        sampler = self._sampler(request, row)
+        with self._lane(prompt, request, sampler, drafting) as lane:
             run = LosslessRun(
-                decoder,
+                lane,
                 prompt,
-                request.prompts,
                 sampler,
-                drafting=drafting,
-                lookup=request.lookup,
+                drafting,
+                result,
+                new_tokens=request.max_new_tokens,
                 window=request.window,
+                lookup=request.lookup,
+                short_head=self._short_head,
+                other_lane=lambda: self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting),
             )
-            for number, got in enumerate(run.windows(request.max_new_tokens)):
+            for number, tokens in enumerate(run.windows()):
                 if number == 0:
-                    prefill_seconds = time.perf_counter() - started
-                pieces = [""] * len(rows)
-                for index, (row, tokens) in enumerate(zip(rows, got, strict=True)):
-                    for place, token in enumerate(tokens):
-                        if not row.finished:
-                            pieces[index] += row.take(token, layers)
-                            row.result.draft_depths.append(run.source_of(index, place))
-                    run.active[index] &= not row.finished
-                yield [Piece(piece, layers) for piece in pieces]
-        rest = [Piece(row.finish_text(), layers) for row in rows]
-        for index, result in enumerate(results):
-            result.drafted, result.accepted = run.drafted[index], run.accepted[index]
-            result.verifications, result.layer_passes = run.verifications[index], run.layer_passes[index]
+                    result.prefill_seconds = time.perf_counter() - started
+                text = ""
+                for token, source in zip(tokens, run.sources, strict=False):
+                    if not answer.finished:
+                        text += answer.take(token, layers)
+                        result.draft_depths.append(source)
+                run.is_active = not answer.finished
+                yield Piece(text, layers)
+            result.cache_bytes = run.lane.cache_bytes
+        rest = answer.finish_text()
+        result.seconds = time.perf_counter() - started
+        if rest:
+            yield Piece(rest, layers)
+
+    @contextlib.contextmanager
+    def _lane(self, prompt: list[int], request: Request, sampler: Sampler, drafting: Drafting) -> Iterator[Lane]:
+        """Where one text's windows run: on CUDA by graphs, greedy ones by graphs that feed each other."""
+        if not self.uses_graphs:
+            yield self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting)
+            return
+        positions = len(prompt) + request.max_new_tokens
+        if not sampler.is_plain_greedy:
+
+            def make_runner() -> BlockRunner:
+                runner = self._text_runner(prompt, request)
+                runner.use_graphs(self.compiled, LONGEST + 1)
+                return runner
+
+            with self._sampled.lent(lambda kept: kept.blocks.longest >= positions + LONGEST + 1, make_runner) as runner:
+                yield self._host_lane(runner, prompt, sampler, drafting)
+            return
+        from .cuda.chain import Chain
+
+        plan, short = self.drafting_plan, self._short_head
+
+        def make_chain() -> Chain:
+            return Chain(self.stack, plan, self.repairs, self.compiled, short, drafting.pace, positions)
+
+        with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
+            yield chain
+
+    def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:
+        return HostLane(runner, self.drafting_plan, sampler, self._short_head, drafting.pace, len(prompt))
+
+    def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
+        """Passes of one text, with room for a window behind it."""
+        positions = len(prompt) + request.max_new_tokens + LONGEST + 1
+        if self.uses_graphs:
+            positions = room_for(positions, 1)
+        return self._block_runner([[positions] * self.stack.num_layers])
+
+    def _decode_windows_of_rows(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """Several texts: as a server's batch has them, each in windows of its own."""
+        from .batching import Batcher, BatchSettings
+
+        started, count = time.perf_counter(), len(results)
+        request = replace(request, own_limits=[request.max_new_tokens] * count)
+        positions = max(map(len, request.prompts)) + request.max_new_tokens
+        settings = BatchSettings(count, PREFILL_TOKENS, cohort_seconds=0, max_positions=positions)
+
+        def fits(kept: Batcher) -> bool:
+            return kept.settings.max_batch == count and kept.max_positions >= positions
+
+        with self._rows.lent(fits, lambda: Batcher(self, settings)) as batcher:
+            samplers = [self._sampler(request, row) for row in range(count)]
+            ids = batcher.submit(request, mode="lossless", into=list(zip(results, samplers, strict=True)))
+            try:
+                while not batcher.is_idle:
+                    pieces = [""] * count
+                    for update in batcher.step():
+                        if update.error is not None:
+                            raise update.error
+                        pieces[ids.index(update.id)] += update.text
+                    yield [Piece(piece, self.stack.num_layers) for piece in pieces]
+            finally:
+                for number in ids:
+                    batcher.cancel(number)
+            cache_bytes = batcher.blocks.nbytes
+        for result in results:
             result.seconds = time.perf_counter() - started
-            result.prefill_seconds = prefill_seconds
-            result.cache_bytes = decoder.cache.nbytes
-        if any(rest):
-            yield rest
+            result.cache_bytes = cache_bytes
 
     def _prepared_drafting(self) -> Drafting:
         """What this engine has learnt about drafting, and the drafts' own output matrix."""
         with self._lock:
             if self._drafting is None or (self._short_head is not None and not self._short_head.is_for(self.stack)):
                 self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
-                self._kept_lossless = None
+                self._chain = Kept()
                 self._drafting = drafting_for(self.stack, self.drafting_plan, self.repairs, self._short_head)
             return self._drafting
 
-    @contextlib.contextmanager
-    def _borrowed_lossless_decoder(
-        self, plan: Plan, prompt: Prompt, new_tokens: int, drafting: Drafting
-    ) -> Iterator[LosslessDecoder]:
-        """New on a CPU; on CUDA the kept one, with its graphs, where it fits and no other batch is using it."""
-        short = self._short_head
-        if not self.uses_graphs:
-            yield LosslessDecoder(self.stack, plan, prompt, new_tokens, self.repairs, LONGEST, short)
-            return
-        with self._lock:
-            kept = self._kept_lossless
-            if kept is None or kept.is_busy or not kept.fits(prompt, new_tokens):
-                if kept is not None and not kept.is_busy:
-                    self._kept_lossless = None  # its memory is free before the next one takes more
-                kept = LosslessGraphDecoder(
-                    self.stack,
-                    plan,
-                    prompt,
-                    new_tokens,
-                    self.repairs,
-                    LONGEST,
-                    short,
-                    self.compiled,
-                    drafting.pace,
-                )
-                self._kept_lossless = self._kept_lossless or kept
-            kept.is_busy = True
-        try:
-            yield kept
-        finally:
-            kept.is_busy = False
-
-    def _sampler(self, request: Request, prompt: Prompt) -> Sampler:
+    def _sampler(self, request: Request, row: int | None = None) -> Sampler:
+        """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate."""
+        own = slice(None) if row is None else slice(row, row + 1)
+        length = max(map(len, request.prompts))
+        ids = [[request.pad_token_id] * (length - len(prompt)) + prompt for prompt in request.prompts[own]]
         return Sampler(
             self.stack.model,
             request.generation_config,
-            prompt.ids,
+            torch.tensor(ids, device=self.device),
             logits_processor=request.logits_processor,
-            keys=sequence_keys(request.seed, request.prompts) if request.seed is not None else [],
+            keys=sequence_keys(request.seed, request.prompts)[own] if request.seed is not None else [],
             max_new_tokens=request.max_new_tokens,
         )
 
-    def _pick(self, decoder: Decoder, sampler: Sampler, request: Request, index: int) -> list[bool] | None:
-        """Put T_index into `decoder.tokens`; where the user gave stopping criteria, ask them which rows end."""
-        criteria = request.stopping_criteria
-        if index > 0 and decoder.feeds_itself and sampler.is_plain_greedy and not criteria:
-            return None
-        tokens, scores = sampler.pick(decoder.logits, index)
-        decoder.tokens.copy_(tokens.unsqueeze(1))
-        if sampler.processors or criteria:
-            sampler.record(tokens, index)
-        if not criteria:
-            return None
-        stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
-        return stopped
+
+def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Part]:
+    """What every row brings to the pass that says T_index: its prompt, or the token before, which the device has."""
+    if index == 0:
+        return [Part(row, 0, prompt, plan.num_layers, plan) for row, prompt in enumerate(prompts)]
+    depth = plan.depth(index)
+    return [Part(row, len(prompt) + index - 1, FED, depth, plan) for row, prompt in enumerate(prompts)]
+
+
+def _open(model: Any, quantize: str | None, origin: Origin | None, fast: bool | None) -> Stack:
+    """The model's layers, with compiled passes where it is on a CPU."""
+    if primary_device(unwrap(model)).type != "cpu" and quantize is None:
+        return Stack.of(model)
+    from .cpu.stack import open_stack
+
+    return open_stack(model, quantize=quantize, origin=origin, fast=fast)
+
+
+def _compiled_layers() -> Any:
+    from .cuda.compiled_layers import CompiledLayers
+
+    return CompiledLayers()
+
+
+class Kept(Generic[Lent]):
+    """The last of something that takes long to make, lent to one request at a time."""
+
+    def __init__(self) -> None:
+        self.last: Lent | None = None
+        self._is_lent = False
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def _borrowed_decoder(self, plan: Plan, prompt: Prompt, new_tokens: int) -> Iterator[Decoder]:
-        """A decoder for one batch: new on a CPU; on CUDA the kept one where it fits and no other batch is using it."""
-        windows = self.stack.windows
-        if not self.uses_graphs:
-            cache = PlannedCache(rooms(plan, prompt.length, new_tokens, in_buckets=False), windows)
-            yield EagerDecoder(self.stack, plan, cache, new_tokens, self.repairs)
-            return
+    def lent(self, fits: Callable[[Lent], bool], make: Callable[[], Lent]) -> Iterator[Lent]:
+        """The kept one where it fits and nobody else has it; else a new one, which is kept unless another is lent."""
         with self._lock:
-            kept = self._kept
-            if kept is None or kept.is_busy or not kept.fits(plan, prompt, new_tokens):
-                if kept is not None and not kept.is_busy:
-                    self._kept = None  # its memory is free before the next one takes more
-                capacity = room_for(prompt.length, prompt.ids.shape[0])
-                cache = PlannedCache(rooms(plan, capacity, new_tokens, in_buckets=True), windows)
-                decoder = GraphDecoder(self.stack, plan, cache, new_tokens, self.compiled, self.repairs)
-                kept = _KeptDecoder(decoder, prompt.ids.shape[0], capacity, new_tokens)
-                self._kept = self._kept or kept
-            kept.is_busy = True
+            free = not self._is_lent
+            if free and self.last is not None and not fits(self.last):
+                self.last = None  # its memory is free before the next one takes more
+            lent = self.last if free and self.last is not None else make()
+            if free:
+                self.last, self._is_lent = lent, True
         try:
-            yield kept.decoder
+            yield lent
         finally:
-            kept.is_busy = False
-
-
-@dataclass
-class _KeptDecoder:
-    """The last graphs and their cache: a next request of the same shape starts without capturing anything."""
-
-    decoder: GraphDecoder
-    batch: int
-    prompt_capacity: int
-    new_tokens: int
-    is_busy: bool = False
-
-    def fits(self, plan: Plan, prompt: Prompt, new_tokens: int) -> bool:
-        same = plan is self.decoder.plan and self.batch == prompt.ids.shape[0]
-        return same and prompt.length <= self.prompt_capacity and new_tokens <= self.new_tokens
+            if free:
+                self._is_lent = False

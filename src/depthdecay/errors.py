@@ -17,6 +17,10 @@ class UnsupportedModelError(DepthDecayError):
     """The model has a shape that depth decay cannot run correctly, so it is refused."""
 
 
+class NotCapturable(DepthDecayError):
+    """The model cannot run as CUDA graphs; passes go on eagerly."""
+
+
 def one_line(error: object, limit: int = 200) -> str:
     """A library's message as part of a sentence."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -24,12 +24,12 @@ class Mailbox:
         self._posted = 0
 
     def post(self, tokens: torch.Tensor) -> None:
-        """Start copying a step's tokens, shape (batch, 1)."""
+        """Start copying a step's tokens, one a row."""
         if self._slots is None:
-            self._underway.append((tokens[:, 0].to("cpu", copy=True), None))
+            self._underway.append((tokens.to("cpu", copy=True), None))
             return
         slot = self._slots[self._posted % len(self._slots)]
-        slot.copy_(tokens[:, 0], non_blocking=True)
+        slot.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._underway.append((slot, event))

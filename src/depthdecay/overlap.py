@@ -8,8 +8,10 @@ node may be one that launches nothing (a concatenation in place), and then they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
+
+from .patches import SharedPatch
 
 _HOOK = "_handle_pdl_before_access"
 
@@ -25,13 +27,8 @@ def can_wait_first() -> bool:
     return _generated_kernel() is not None
 
 
-@contextlib.contextmanager
-def waiting_first() -> Iterator[None]:
-    """While open, generated kernels wait for the one ahead of them before their first load or store."""
+def _wait_first() -> Callable[[], None]:
     kernel = _generated_kernel()
-    if kernel is None:
-        yield
-        return
     original = getattr(kernel, _HOOK)
 
     def wait(self: Any, wait_buffer: Any, *dependencies: Any, **kwargs: Any) -> None:
@@ -41,7 +38,12 @@ def waiting_first() -> Iterator[None]:
             (self.body if looped else wait_buffer).writeline(self.GDC_WAIT)
 
     setattr(kernel, _HOOK, wait)
-    try:
-        yield
-    finally:
-        setattr(kernel, _HOOK, original)
+    return lambda: setattr(kernel, _HOOK, original)
+
+
+_WAITING = SharedPatch(_wait_first)  # a kernel of somebody else that waits first too is as right as before
+
+
+def waiting_first() -> contextlib.AbstractContextManager[None]:
+    """While open, generated kernels wait for the one ahead of them before their first load or store."""
+    return _WAITING.made() if can_wait_first() else contextlib.nullcontext()

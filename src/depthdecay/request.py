@@ -13,7 +13,8 @@ from transformers import StoppingCriteriaList
 from .errors import ContextError, DepthDecayError, one_line
 from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
-from .windows import LONGEST, LOOKUP
+from .speculative.gain import LONGEST
+from .speculative.lookup import LOOKUP
 
 if TYPE_CHECKING:
     from .engine import Engine

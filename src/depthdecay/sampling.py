@@ -1,9 +1,13 @@
-"""How the next token is picked: transformers' own processors, and noise keyed by (seed, sequence, token index)."""
+"""How the next token is picked: transformers' own processors, and noise keyed by (seed, sequence, token index).
+
+Rows may be at different places of their texts, and drafts are picked as the tokens that they stand for: since noise is
+keyed by a token's index, a draft, its verification and plain decoding draw the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,18 +102,99 @@ class Sampler:
         """Argmax and nothing else, which a captured graph does by itself."""
         return not self.is_sampling and not self.processors
 
-    def pick(self, logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens T_index of all rows, and the processed scores that they were picked from."""
+    def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens T_index of all rows, and the processed scores that they were picked from.
+
+        `ahead`: of a single row, tokens behind those on record that come before T_index, such as drafts.
+        """
         scores = logits.to(torch.float32)
         if self.processors:
-            scores = self.processors(self.text(index), scores)
+            text = self.text(index - len(ahead))
+            if ahead:
+                text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
+            scores = self.processors(text, scores)
         if self.keys is None:
             return likeliest(scores), scores
-        return (scores + gumbel_noise(self.keys[:, index], scores.shape[-1])).argmax(dim=-1), scores
+        return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
 
-    def record(self, tokens: torch.Tensor, index: int) -> None:
-        self.history[:, self.prompt_length + index] = tokens
+    def noise_keys(self, index: int) -> torch.Tensor:
+        """Of all rows at T_index; places behind the last token are looked at, and thrown away."""
+        assert self.keys is not None
+        return self.keys[:, min(index, self.keys.shape[1] - 1)]
+
+    def record(self, tokens: torch.Tensor | int, index: int) -> None:
+        """Let processors and criteria see the tokens T_index."""
+        if index < self.history.shape[1] - self.prompt_length:
+            self.history[:, self.prompt_length + index] = tokens
 
     def text(self, index: int) -> torch.Tensor:
         """Prompt and the tokens before T_index, as processors and stopping criteria expect them."""
         return self.history[:, : self.prompt_length + index]
+
+
+# Processors that look at the scores alone; all others read the row's own text.
+_BLIND = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+
+
+def alike(sampler: Sampler) -> tuple[Any, ...] | None:
+    """What two rows must have in common to be picked together; None where a row's text plays a part."""
+    settings = []
+    for processor in sampler.processors:
+        name = type(processor).__name__
+        if name not in _BLIND:
+            return None
+        settings.append((name, getattr(processor, _BLIND[name])))
+    return (sampler.is_sampling, *settings)
+
+
+def pick_tokens(
+    samplers: Sequence[Sampler],
+    indices: Sequence[int],
+    logits: torch.Tensor,
+    ahead: Sequence[Sequence[int]] | None = None,
+) -> list[int]:
+    """T_index of each row, as its own sampler alone would pick it; rows that are picked alike are picked together.
+
+    `ahead`: by row, tokens behind those on record that come before T_index. Nothing is recorded here.
+    """
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        kind = alike(sampler)
+        groups[("alone", row) if kind is None else kind].append(row)
+    tokens = []
+    for rows in groups.values():
+        own, first = rows_of(logits, rows), rows[0]
+        if len(rows) == 1:
+            tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first])[0])
+        else:
+            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own))
+    order = [row for rows in groups.values() for row in rows]
+    picked = [0] * len(samplers)
+    for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the one wait for the device
+        picked[row] = token
+    return picked
+
+
+def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    scores = logits.to(torch.float32)
+    if samplers[0].processors:
+        scores = samplers[0].processors(samplers[0].history[:0], scores)
+    if not samplers[0].is_sampling:
+        return likeliest(scores)
+    keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
+    return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+
+
+def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows, without waiting for the device: an index in plain memory would be copied only when it is idle."""
+    if len(rows) == len(logits):
+        return logits
+    index = torch.tensor(rows)
+    if logits.is_cuda:
+        index = index.pin_memory().to(logits.device, non_blocking=True)
+    return logits.index_select(0, index)

@@ -19,9 +19,10 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import DepthDecayError, UnsupportedModelError
+from .patches import Patch, replaced_each
 
 if TYPE_CHECKING:
-    from .short_head import ShortHead
+    from .speculative.short_head import ShortHead
 
 Forward = Callable[..., Any]
 
@@ -29,19 +30,37 @@ Forward = Callable[..., Any]
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 # Models that a whole block of the user's code has for itself.
 _CLAIMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_MISSING = object()
 
 
 @dataclass
 class LayerPass:
-    """One pass through the stack: which layers it leaves out, and how many ran (counted here, never estimated)."""
+    """One pass through the stack: which layers it leaves out, and which ran (noted here, never estimated)."""
 
     dropped: frozenset[int] = frozenset()
     # What runs in the place of dropped layers, by the first of each run of them.
     repairs: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    layers_executed: int = 0
+    executed: list[int] = field(default_factory=list)
     # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
+
+    @property
+    def layers_executed(self) -> int:
+        return len(self.executed)
+
+
+@dataclass(frozen=True)
+class KeptShape:
+    """What one layer keeps for one position: keys and values, each as (heads, size)."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        numbers = self.key[0] * self.key[1] + self.value[0] * self.value[1]
+        return numbers * torch.empty((), dtype=self.dtype).element_size()
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,7 @@ class Stack:
     layers: tuple[nn.Module, ...]
     windows: tuple[int | None, ...]  # sliding window of each layer's attention, None where it sees everything
     _tuple_lengths: dict[int, int] = field(default_factory=dict)
+    _shapes: dict[tuple[torch.device, torch.dtype], list[KeptShape]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> Stack:
@@ -86,6 +106,11 @@ class Stack:
         return len(self.layers)
 
     @functools.cached_property
+    def attending(self) -> tuple[nn.Module, ...]:
+        """The modules that know their layer's index: those that call transformers' attention are among them."""
+        return tuple(module for layer in self.layers for module in layer.modules() if _has_index(module))
+
+    @functools.cached_property
     def config(self) -> Any:
         """Of the language model, also where it is a part of something larger."""
         return self.model.config.get_text_config(decoder=True)
@@ -102,9 +127,21 @@ class Stack:
         rotary = hasattr(self.owner, "rotary_emb") and not getattr(config, "alibi", False)
         return common and rotary and config._attn_implementation == "sdpa" and not any(self.windows)
 
-    def for_batches(self) -> Stack:
-        """The same layers for passes over any cache, as those of a batch: the model's own forward."""
-        return Stack.of(self.model)
+    @property
+    def has_compiled_pass(self) -> bool:
+        """Whether passes on a CPU can be one compiled call."""
+        return False
+
+    def kept_shapes(self) -> list[KeptShape]:
+        """What each layer keeps, seen in a pass over one token where nobody has looked yet."""
+        place = primary_device(self.model), self.model.dtype
+        if place not in self._shapes:
+            ids = torch.zeros((1, 1), dtype=torch.long, device=place[0])
+            cache = _Watched(config=self.config)
+            with torch.no_grad():
+                self.run(LayerPass(), ids, None, cache, torch.zeros_like(ids))
+            self._shapes[place] = [cache.found[layer] for layer in range(self.num_layers)]
+        return self._shapes[place]
 
     @contextlib.contextmanager
     def routed(self, layer_pass: LayerPass) -> Iterator[LayerPass]:
@@ -112,14 +149,9 @@ class Stack:
 
         Every layer keeps its place and index: mixed models choose mask and rotary embedding by it.
         """
-        before = [layer.__dict__.get("forward", _MISSING) for layer in self.layers]
-        try:
-            for index, layer in enumerate(self.layers):
-                layer.__dict__["forward"] = Patch(self._route(index, layer, layer_pass), layer.forward)
+        routes = [Patch(self._route(i, layer, layer_pass), layer.forward) for i, layer in enumerate(self.layers)]
+        with replaced_each(self.layers, "forward", routes):
             yield layer_pass
-        finally:
-            for layer, forward in zip(self.layers, before, strict=True):
-                _put_back(layer, "forward", forward)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -196,7 +228,7 @@ class Stack:
                 if index in layer_pass.repairs:
                     hidden = layer_pass.repairs[index](hidden)
                 return self.answer(index, hidden)
-            layer_pass.layers_executed += 1
+            layer_pass.executed.append(index)
             if layer_pass.run_layer is None:
                 output = forward(*args, **kwargs)
             else:
@@ -258,57 +290,25 @@ class Stack:
         return limit if isinstance(limit, int) and limit > 0 else None
 
 
+class _Watched(DynamicCache):
+    """A cache that notes what it is given."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.found: dict[int, KeptShape] = {}
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        key, value = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+        self.found[layer_idx] = KeptShape(key, value, keys.dtype, keys.device)
+        return super().update(keys, values, layer_idx, *args, **kwargs)
+
+
 def unwrap(model: Any) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(lm, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")
     return lm
-
-
-@contextlib.contextmanager
-def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on one object and afterwards leave its __dict__ exactly as it was."""
-    before = obj.__dict__.get(name, _MISSING)
-    obj.__dict__[name] = value
-    try:
-        yield
-    finally:
-        _put_back(obj, name, before)
-
-
-def _put_back(obj: Any, name: str, before: Any) -> None:
-    if before is _MISSING:
-        obj.__dict__.pop(name, None)
-    else:
-        obj.__dict__[name] = before
-
-
-class Patch:
-    """A function in the place of a method, that looks like it but refuses to be copied along with the model.
-
-    A copied function would go on calling the original model, with the original's weights.
-    """
-
-    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self.function = function
-        self.__wrapped__ = original  # by which its signature is found: transformers reads what a forward accepts
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def __deepcopy__(self, _memo: Any) -> Any:
-        raise DepthDecayError("the model cannot be copied while depth decay is applied to it; leave the block first")
-
-    def __reduce__(self) -> Any:
-        raise DepthDecayError("the model cannot be pickled while depth decay is applied to it; leave the block first")
-
-
-@contextlib.contextmanager
-def patched(obj: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a method for a while."""
-    with replaced(obj, name, Patch(function, getattr(obj, name))):
-        yield
 
 
 def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
@@ -328,7 +328,11 @@ def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple
 
 
 def _attends(layer: nn.Module) -> bool:
-    return any(isinstance(getattr(module, "layer_idx", None), int) for module in layer.modules())
+    return any(map(_has_index, layer.modules()))
+
+
+def _has_index(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None, ...]:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..devices import free_bytes
-from ..engine import MODES, Engine, Result, Row
+from ..engine import MODES, Engine
 from ..errors import DepthDecayError, UnsupportedModelError
 from ..plan import Plan
 from ..request import UNENDING, Request, prepare_request
-from ..sampling import Sampler, sequence_keys
+from ..result import Answer, Result
+from ..runners.block_runner import BlockRunner
+from ..runners.blocks import BLOCK, Blocks, Usage, blocks_for
+from ..runners.contract import Part
+from ..sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys
 from ..stack import require_eval
-from .blocks import Blocks, Usage, blocks_for
-from .compiled import CompiledRows
 from .drafting import BatchDrafting, RowDrafts
 from .entry import Entry
-from .parts import Part
-from .picking import Logprobs, alike, logprobs_of, pick_tokens, rows_of
-from .ragged import RaggedCache, run_ragged, shapes_of
-from .steps import PROMPT_ROWS, GraphSteps, NotCapturable
+from .logprobs import Logprobs, logprobs_of
 
+PROMPT_ROWS = 64  # a step of graphs has room for so many tokens of prompts beside a full batch: weights take longer
 DEFAULT_POSITIONS = 4096  # for models that set no bound
 
 
@@ -105,42 +103,34 @@ class Batcher:
         require_eval(engine.stack.model)
         _refuse_unsupported(engine)
         self.engine = engine
-        self.stack = engine.stack.for_batches()
+        self.stack = engine.stack
         self.settings = settings or BatchSettings()
         self.clock = clock
         limit = self.stack.context_limit() or DEFAULT_POSITIONS
         self.max_positions = min(limit, self.settings.max_positions or limit)
-        shapes = shapes_of(self.stack)
-        a_block = sum(shape.block_bytes for shape in shapes)
+        shapes = self.stack.kept_shapes()
+        a_block = BLOCK * sum(shape.nbytes for shape in shapes)
         useful = self.settings.max_batch * blocks_for(self.max_positions) * a_block
         wanted = min(useful, self.settings.cache_bytes or max(a_block, _spare_bytes(engine.device)))
         if wanted < a_block:
             raise DepthDecayError(
                 f"{wanted} bytes for keys and values hold not even one block; expected at least {a_block}"
             )
-        self.blocks = Blocks(shapes, self.settings.max_batch, self.max_positions, wanted)
-        self.cache = RaggedCache(self.blocks, self.stack.windows)
+        self.blocks = Blocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.repairs = engine.repairs.placed(self.stack.examples())
-        self.steps: GraphSteps | None = None  # on CUDA, until something cannot be captured
+        self.runner = BlockRunner(self.stack, self.blocks, self.repairs)
         if engine.uses_graphs:
-            self.steps = self._new_steps(compile=engine.compiled is not None)
+            self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
-        self._is_compared = False  # graphs have been held against an eager pass
-        self.compiled_rows = None if engine.uses_graphs else CompiledRows.of(engine.stack, self.blocks, self.repairs)
         self.waiting: deque[Entry] = deque()
         self.rows: list[Entry] = []
         self.counters = Counters()
         self.pace = Pace()
         self._ids = itertools.count()
 
-    def _new_steps(self, compile: bool) -> GraphSteps:
-        return GraphSteps(self.stack, self.blocks, self.repairs, self.settings.max_batch, compile)
-
     def warm_up(self) -> None:
         """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
-        if self.steps is not None:
-            with self._or_eagerly():
-                self.steps.capture_layers()
+        self.runner.capture_ahead()
         request = prepare_request(self.engine, [[0, 0]], 4, UNENDING)
         self.submit(request)
         while not self.is_idle:
@@ -161,23 +151,29 @@ class Batcher:
                 break
             slot = self.blocks.enter(needs)
             self.blocks.extend(slot, range(self.stack.num_layers), rows)
-            parts = [Part(slot, place, [0], self.stack.num_layers, self.engine.full_plan) for place in range(rows)]
+            parts = [Part(slot, 0, [0] * rows, self.stack.num_layers, self.engine.full_plan, wanted=rows)]
             times = []
             for _ in range(3):  # the first may load something
                 started = time.perf_counter()
-                logits, _ = self._logits(parts)
-                logits.argmax(-1).tolist()
+                self.runner.run(parts).logits.argmax(-1).tolist()
                 times.append(time.perf_counter() - started)
             self.blocks.leave(slot)
             one = one or min(times)
-            pace.takes(f"verify {rows}", min(times) / one)
+            pace.takes_to_verify(rows, min(times) / one)
             rows *= 2
         pace.unit = one
 
     def submit(
-        self, request: Request, plan: Plan | None = None, mode: str = "full", *, logprobs: int | None = None
+        self,
+        request: Request,
+        plan: Plan | None = None,
+        mode: str = "full",
+        *,
+        logprobs: int | None = None,
+        into: Sequence[tuple[Result, Sampler]] | None = None,
     ) -> list[int]:
-        """Let a request wait for its place: an id for each of its prompts."""
+        """Let a request wait for its place: an id for each of its prompts. `into`: their results and
+        samplers, where the caller has made them."""
         plan = self._plan_for(plan, mode)
         if request.stopping_criteria:
             raise DepthDecayError("stopping_criteria are not asked within a batch; use Engine.generate with them")
@@ -186,21 +182,19 @@ class Batcher:
         for number, prompt in enumerate(request.prompts):
             limit = request.own_limits[number]
             needs = self._needs(prompt, plan, limit)
-            result = Result(
-                num_layers=self.stack.num_layers,
-                prompt_tokens=len(prompt),
-                mode=mode,
-                seed=request.seed,
-            )
-            sampler = Sampler(
-                self.stack.model,
-                request.generation_config,
-                torch.tensor([prompt], device=self.engine.device),
-                logits_processor=request.logits_processor,
-                keys=keys[number : number + 1],
-                max_new_tokens=limit,
-            )
-            row = Row(result, self.engine.tokenizer, request)
+            if into is not None:
+                result, sampler = into[number]
+            else:
+                result = Result.of(self.stack.num_layers, prompt, request, mode)
+                sampler = Sampler(
+                    self.stack.model,
+                    request.generation_config,
+                    torch.tensor([prompt], device=self.engine.device),
+                    logits_processor=request.logits_processor,
+                    keys=keys[number : number + 1],
+                    max_new_tokens=limit,
+                )
+            row = Answer(result, self.engine.tokenizer, request)
             # What looks at the text so far, or is told of every token, goes token by token.
             can_draft = logprobs is None and alike(sampler) is not None
             sequences.append(
@@ -324,17 +318,17 @@ class Batcher:
     def _draft(self, decoding: Sequence[Entry], within: Sequence[Entry]) -> None:
         """Let lossless rows draft as far as the step has room for it."""
         room = self.settings.draft_rows
-        if self.steps is not None:
-            room = min(room, self.steps.rows - sum(row.share for row in within))
+        if self.runner.graphs is not None:
+            room = min(room, self.runner.graphs.rows - sum(row.share for row in within))
         self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
     def _within_step(self) -> list[Entry]:
         """Rows whose prompts are read on within the step, where that runs as graphs and they are not much to read."""
         reading = [row for row in self.rows if row.in_prompt]
         rest = sum(len(row.prompt) - row.length for row in reading)
-        if self.steps is None or rest > 4 * PROMPT_ROWS:  # a pass of their own is faster then
+        if self.runner.graphs is None or rest > 4 * PROMPT_ROWS:  # a pass of their own is faster then
             return []
-        room = self.steps.rows - (len(self.rows) - len(reading))
+        room = self.runner.graphs.rows - (len(self.rows) - len(reading))
         chosen = []
         for row in reading:
             row.share = min(len(row.prompt) - row.length, room)
@@ -380,65 +374,19 @@ class Batcher:
         full = 0  # layers that decoding at full depth would run
         layers = self.stack.num_layers
         for row in rows:
-            tokens, depth, start = row.next_tokens(), row.pass_depth, row.length + row.ahead
+            tokens, depth = row.next_tokens(), row.pass_depth
             plan = self.engine.drafting_plan if row.is_drafting else row.plan
-            if blocks_for(start + len(tokens)) > blocks_for(row.length):
-                self.blocks.extend(row.slot, plan.layers(depth), start + len(tokens))
-            if row.in_prompt:
-                parts.append(Part(row.slot, start, tokens, depth, plan))
-                continue
-            # Every token is a row of its own: each has something to say, and no other row gets wider.
-            parts += [Part(row.slot, start + place, [token], depth, plan) for place, token in enumerate(tokens)]
-            full += layers if row.drafts is None else depth * len(tokens)
-        logits, counts = self._logits(parts)
+            wanted = 1 if row.in_prompt else len(tokens)
+            parts.append(Part(row.slot, row.length + row.ahead, tokens, depth, plan, wanted))
+            if not row.in_prompt:
+                full += layers if row.drafts is None else depth * len(tokens)
+        said = self.runner.run(parts)
         if full:
             in_prompts = sum(len(row.next_tokens()) for row in rows if row.in_prompt)  # tokens that run every layer
-            self.counters.layers_executed += sum(counts) - layers * in_prompts
+            self.counters.layers_executed += sum(said.tokens_run) - layers * in_prompts
             self.counters.layers_full += full
-            self.counters.layer_passes += sum(count > 0 for count in counts)
-        return logits
-
-    def _logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
-        """Behind each part's last token, by the fastest pass that can run them; and how many tokens ran each layer."""
-        return self._compiled_logits(parts) or self._graph_logits(parts) or self._eager_logits(parts)
-
-    def _eager_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
-        logits, ragged = run_ragged(self.stack, self.cache, parts, self.repairs)
-        return logits, ragged.tokens_run
-
-    def _compiled_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
-        if self.compiled_rows is None or not self.compiled_rows.has_room(sum(len(part.tokens) for part in parts)):
-            return None
-        return self.compiled_rows.run(parts)
-
-    def _graph_logits(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]] | None:
-        """None where the pass has to run eagerly: there are no graphs, or it has too many tokens for them."""
-        if self.steps is None or not self.steps.has_room(sum(len(part.tokens) for part in parts)):
-            return None
-        with self._or_eagerly():
-            logits, counts = self.steps.run(parts)
-            if not self._is_compared:
-                expected = self._eager_logits(parts)[0].float()
-                error = float((logits.float() - expected).norm() / expected.norm())
-                if not error <= (1e-2 if logits.dtype == torch.float32 else 0.15):
-                    raise NotCapturable(f"its graphs differ from an eager pass by {error:.3g} of the logits")
-                self._is_compared = True
-            return logits, counts
-        return None
-
-    @contextlib.contextmanager
-    def _or_eagerly(self) -> Iterator[None]:
-        """What cannot be compiled runs as it is from now on, and what cannot be captured eagerly; a warning says so."""
-        try:
-            yield
-        except NotCapturable as error:
-            if self.steps is not None and self.steps.is_compiled:
-                warnings.warn(f"a batch's layers could not be compiled and run as they are: {error}", stacklevel=3)
-                self.steps = self._new_steps(compile=False)
-                self.blocks.extended.update(row.slot for row in self.rows)
-                return
-            warnings.warn(f"this model's batches cannot run as CUDA graphs and run eagerly: {error}", stacklevel=3)
-            self.steps = None
+            self.counters.layer_passes += said.layers_executed
+        return said.logits
 
     def _taken(self, rows: Sequence[Entry], logits: torch.Tensor) -> list[Update]:
         """Move the rows on, and hand out the tokens of those that have read their prompts."""
@@ -508,6 +456,8 @@ class Batcher:
 
     def _told(self, row: Entry, token: int, depth: int, logits: torch.Tensor) -> Update:
         logprobs = None if row.logprobs is None else logprobs_of(logits, token, row.logprobs)
+        if row.reads_its_text:
+            row.sampler.record(token, row.index)
         text = row.row.take(token, depth)
         self.counters.tokens += 1
         now, result = self.clock(), row.row.result

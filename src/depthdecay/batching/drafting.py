@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..lossless import drafting_for
 from ..plan import Plan
 from ..repairs import Repairs
 from ..request import Request
+from ..speculative.accept import count_right
+from ..speculative.choice import drafting_for
+from ..speculative.gain import Pace, Share, StepCosts, TrackRecord
+from ..speculative.lookup import Lookup
 from ..stack import Stack
-from ..windows import Drafter, Lookup, Pace, Share, StepCosts
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -40,11 +42,11 @@ class RowDrafts:
         `common`: how often what rows found was right; a new row starts from there.
         """
         self.tokens: list[int] = []
-        self.source: Drafter | None = None
+        self.source: TrackRecord | None = None
         self.is_drafting = False  # its next pass makes a draft
         self.longest = request.window if can_draft else 0
         self.text = Lookup(prompt, request.lookup) if can_draft and request.lookup else None
-        self.lookup = Drafter(StepCosts(0.0), prior=common.value)
+        self.lookup = TrackRecord(StepCosts(0.0), prior=common.value)
         self.common = common
 
     def found(self, longest: int) -> list[int]:
@@ -53,9 +55,7 @@ class RowDrafts:
 
     def judge(self, said: Sequence[int]) -> list[int | None]:
         """By token that is kept of what the full model said, its source: a depth, 0 for lookup, None for itself."""
-        right = 0
-        while right < len(self.tokens) and self.tokens[right] == said[right]:
-            right += 1
+        right = count_right(self.tokens, said)
         depth = None if self.source is None else self.source.depth
         if self.source is not None:
             self.source.saw(len(self.tokens), right)
@@ -80,28 +80,28 @@ class BatchPace(Pace):
     before: int = 0  # rows of the last step
 
     def __post_init__(self) -> None:
-        self.takes("verify 1", 1.0)
+        self.takes_to_verify(1, 1.0)
 
     def saw_step(self, rows: int, seconds: float) -> None:
         known = self.verify(rows)
         if self.unit and rows not in (1, self.before):  # the first pass of its kind may load or capture something
             sample = min(max(seconds / self.unit, known / 3), 3 * known)
-            self.takes(f"verify {rows}", 0.8 * known + 0.2 * sample)
+            self.takes_to_verify(rows, 0.8 * known + 0.2 * sample)
         now = seconds / known
         self.unit = now if not self.unit else 0.5 * self.unit + 0.5 * min(now, 3 * self.unit)
         self.before = rows
 
     def _estimate(self, tokens: int) -> float:
         """On the line between the nearest numbers that were timed: the step from one row to two may be the largest."""
-        known = sorted(int(kind.split()[1]) for kind in self.seconds)
+        known = sorted(self.verifications)
         if len(known) == 1:
             return super()._estimate(tokens)
         low = max(count for count in known if count <= tokens)
-        least = self.seconds[f"verify {low}"]
+        least = self.verifications[low]
         if low in (tokens, known[-1]):
             return least * tokens / low  # beyond them every row costs the same
         high = min(count for count in known if count > tokens)
-        return least + (self.seconds[f"verify {high}"] - least) * (tokens - low) / (high - low)
+        return least + (self.verifications[high] - least) * (tokens - low) / (high - low)
 
     def costs(self, share: float, depth: int = 0) -> StepCosts:
         plain = self.verify(self.together)
@@ -122,7 +122,7 @@ class BatchDrafting:
         self.found = Share.at_first(0.6)  # right, of what rows find in their texts
         self.by_layers = drafting_for(stack, plan, repairs, None)
         self.by_layers.pace = self.pace
-        self.drafter: Drafter | None = None  # by layers, of the window that rows are in
+        self.drafter: TrackRecord | None = None  # by layers, of the window that rows are in
         self.left = 0  # its steps that are still to come
 
     def prepare(self, rows: Sequence[Entry], room: int, deepest: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine import Row
 from ..plan import Plan
-from ..sampling import Sampler
+from ..result import Answer
+from ..sampling import Sampler, alike
 from .drafting import RowDrafts
 
 
@@ -18,7 +18,7 @@ class Entry:
     id: int
     prompt: list[int]
     plan: Plan
-    row: Row
+    row: Answer
     sampler: Sampler
     new_tokens: int
     logprobs: int | None
@@ -51,6 +51,11 @@ class Entry:
     @property
     def in_prompt(self) -> bool:
         return self.length < len(self.prompt)
+
+    @property
+    def reads_its_text(self) -> bool:
+        """Whether what was said plays a part in what comes next."""
+        return alike(self.sampler) is None
 
     @property
     def is_drafting(self) -> bool:

@@ -18,12 +18,12 @@ from depthdecay.calibrate.fit import FitSettings, Trace
 from depthdecay.calibrate.goal import Goal
 from depthdecay.calibrate.recording import Recording
 from depthdecay.ladder import Ladder
-from depthdecay.lossless import MOST_DEPTH
 from depthdecay.plan import Plan
 from depthdecay.repairs import Repairs
 from depthdecay.schedule import ConstantSchedule
-from depthdecay.short_head import ShortHead
-from depthdecay.windows import LONGEST, Pace
+from depthdecay.speculative.choice import MOST_DEPTH
+from depthdecay.speculative.gain import LONGEST, Pace
+from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
     from depthdecay.calibrate.run import Calibrated, Calibration

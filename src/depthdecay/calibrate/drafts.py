@@ -15,7 +15,8 @@ import torch
 from depthdecay.attention import replaced_attention, scaling_of
 from depthdecay.cache import PlannedCache
 from depthdecay.calibrate.recording import Batch, Recording
-from depthdecay.stack import Stack, replaced
+from depthdecay.patches import replaced
+from depthdecay.stack import Stack
 
 Own = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,7 +52,7 @@ class Drafts(Recording):
             part = slice(layer._first_visible(), layer.clock.filled + key.shape[2])
             return layer.keys[part].permute(1, 2, 0, 3), layer.values[part].permute(1, 2, 0, 3)
 
-        attention = replaced_attention(_config(self.stack), lambda _original: _attention_to(own))
+        attention = replaced_attention(self.stack, lambda _original: _attention_to(own))
         with replaced(layer, "update", seen), attention:
             return super().run_layer(batch, index, state)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from depthdecay.cache import PlannedCache
+from depthdecay.cache import PlannedCache, Prompt
 from depthdecay.calibrate.continuations import Continuation
-from depthdecay.decoding import Prompt
 from depthdecay.errors import DepthDecayError
 from depthdecay.stack import LayerPass, Stack, primary_device
 

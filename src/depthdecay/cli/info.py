@@ -153,7 +153,7 @@ def default_ladder(num_layers: int) -> dict[str, Any] | None:
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
     from depthdecay.budget import cost_speedup
-    from depthdecay.decoding import rooms
+    from depthdecay.cache import rooms
     from depthdecay.engine import Engine as PlainEngine
 
     # One token of prompt and one of answer fill one position: its bytes are counted, not computed from a config.

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
-from depthdecay.cache import PlannedCache
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, variety
 from depthdecay.calibrate.fidelity import compare
 from depthdecay.cpu.stack import open_stack
 from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.models import LoadedModel
-from depthdecay.stack import LayerPass, Stack
+from depthdecay.plan import Plan
+from depthdecay.repairs import Repairs
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.blocks import Blocks
+from depthdecay.runners.contract import Part
+from depthdecay.stack import Stack
 
 NEW_TOKENS = 64
 
@@ -56,10 +60,9 @@ def measure_rounding(
     }
 
 
-@torch.no_grad()
 def _logits(stack: Stack, text: Continuation) -> torch.Tensor:
     """What is said at every place of the answer, given the text before it."""
-    ids = torch.tensor([[*text.prompt, *text.tokens[:-1]]])
-    cache = PlannedCache([ids.shape[1]] * stack.num_layers, stack.windows)
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    return stack.run(LayerPass(), ids, None, cache, positions, len(text.tokens)).float()
+    ids, layers = [*text.prompt, *text.tokens[:-1]], stack.num_layers
+    blocks = Blocks.of_rows(stack.kept_shapes(), [[len(ids)] * layers])
+    part = Part(0, 0, ids, layers, Plan.full(layers), wanted=len(text.tokens))
+    return BlockRunner(stack, blocks, Repairs()).run([part]).logits.unsqueeze(0).float()

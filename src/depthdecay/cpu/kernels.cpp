@@ -1,4 +1,4 @@
-// One pass of a Llama-like decoder over a few tokens on CPU cores, called once a pass by stack.py.
+// One pass of a Llama-like decoder over a few tokens on CPU cores, called once a pass by rows.py.
 //
 // Decoding reads every weight once a token, so the speed is that of memory as long as nothing else takes time. Hence one
 // call for all layers, threads that stay, weights in few bits that become floats in registers only, and float32
@@ -75,13 +75,13 @@ struct Segment {  // tokens of one depth
 
 struct Pass {
     int64_t tokens, batch;
-    const int64_t *row, *column, *first;  // of each token: its text, its place in the cache, the text's first place
+    const int64_t *row, *column;          // of each token: its text, and its position there
     const float *cosine, *sine;           // (tokens, head_size)
     float* state;                         // (tokens, hidden): embeddings in, states behind the last layer out
-    void* const* keys;                    // by layer: (room, batch, heads, head_size), or (place, heads, head_size)
+    void* const* keys;                    // by layer: (place, heads, head_size)
     void* const* values;
-    const int64_t* table;     // (layers, texts, most): which block of places holds a text's columns; null: no blocks
-    int64_t most, block;      // blocks of a text, and columns of a block
+    const int64_t* table;     // (layers, texts, most): which block of places holds a text's positions
+    int64_t most, block;      // blocks of a text, and positions of a block
     int64_t halves;           // keys and values are bfloat16
     const int64_t* running;   // by layer: so many of the first tokens run it
     const Segment* segment;   // what tokens get that do not
@@ -471,34 +471,6 @@ void products(Team& team, const Matrix* const (&matrices)[COUNT], const Vectors&
     });
 }
 
-// One matrix times vectors, for passes that are the model's own but for this.
-class Multiplying {
-  public:
-    Multiplying(const Matrix& matrix, const float* x, int64_t tokens, float* result, Team& team, Scratch& scratch)
-        : matrix_(matrix), x_{x, matrix.columns, nullptr, matrix.columns / BLOCK}, tokens_(tokens), result_(result),
-          team_(team) {
-        if (is_packed(matrix)) x_.sums = sums_ = Scratch::at_least(scratch.sums, tokens * x_.sums_stride);
-    }
-
-    void operator()(int64_t) {
-        if (is_packed(matrix_))
-            team_.share(tokens_, [&](int64_t token) {
-                add_up(x_.x + token * x_.stride, matrix_.columns, sums_ + token * x_.sums_stride);
-            });
-        const Matrix* const one[1] = {&matrix_};
-        products<1>(team_, one, x_, tokens_, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
-            std::memcpy(result_ + token * matrix_.rows + row, &values, count * sizeof(float));
-        });
-    }
-
-  private:
-    const Matrix& matrix_;
-    Vectors x_;
-    const int64_t tokens_;
-    float *result_, *sums_ = nullptr;
-    Team& team_;
-};
-
 class Decoding {
   public:
     Decoding(const Model& model, const Pass& pass, Team& team, Scratch& scratch)
@@ -713,8 +685,6 @@ class Decoding {
     // Where a head's keys of the columns from `first` on lie, as far as they lie at equal distances.
     Stretch stretch(int64_t index, int64_t token, int64_t first, int64_t last, int64_t head) const {
         const int64_t size = model_.head_size, heads = model_.key_value_heads, row = pass_.row[token];
-        if (pass_.table == nullptr)
-            return {((first * pass_.batch + row) * heads + head) * size, pass_.batch * heads * size, last - first + 1};
         const int64_t* blocks = pass_.table + (index * pass_.batch + row) * pass_.most;
         const int64_t within = first % pass_.block, place = blocks[first / pass_.block] * pass_.block + within;
         return {(place * heads + head) * size, heads * size, std::min(last - first + 1, pass_.block - within)};
@@ -725,7 +695,7 @@ class Decoding {
     void look(int64_t thread, int64_t index, int64_t token, int64_t head) {
         const int64_t size = model_.head_size, whole = size / LANES * LANES;
         const int64_t last = pass_.column[token], window = model_.layer[index].window;
-        const int64_t first = std::max(pass_.first[token], window > 0 ? last - window + 1 : 0);
+        const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0;
         const int64_t shared = head / (model_.heads / model_.key_value_heads);
         const Kept* keys = static_cast<const Kept*>(pass_.keys[index]);
         const Kept* values = static_cast<const Kept*>(pass_.values[index]);
@@ -820,14 +790,6 @@ int64_t depthdecay_pass(const Model* model, const Pass* pass) {
     Decoding decoding(*model, *pass, all.team, all.scratch);
     all.team.run(pass->threads, decoding);
     return decoding.executed();
-}
-
-// `x` is (tokens, columns), `result` (tokens, rows).
-void depthdecay_product(const Matrix* matrix, const float* x, int64_t tokens, float* result, int64_t threads) {
-    Everyone& all = everyone();
-    std::lock_guard<std::mutex> lock(all.alone);
-    Multiplying multiplying(*matrix, x, tokens, result, all.team, all.scratch);
-    all.team.run(threads, multiplying);
 }
 
 // Checked when the library is loaded: structures that Python sees otherwise would be read as garbage.

@@ -70,7 +70,7 @@ class Pass(Structure):
     _fields_ = [
         ("tokens", c_int64),
         ("batch", c_int64),
-        *((name, POINTER(c_int64)) for name in ("row", "column", "first")),
+        *((name, POINTER(c_int64)) for name in ("row", "column")),
         *((name, c_void_p) for name in ("cosine", "sine", "state")),
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
@@ -99,14 +99,11 @@ class Library:
             sizes = code.depthdecay_sizes()
             code.depthdecay_pass.argtypes = [POINTER(Model), POINTER(Pass)]
             code.depthdecay_pass.restype = c_int64
-            code.depthdecay_product.argtypes = [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]
-            code.depthdecay_product.restype = None
         except (OSError, AttributeError) as error:
             raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
         if sizes != ctypes.sizeof(Model) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
             raise Unavailable("the compiled pass lays its structures out in another way")
         self.run = code.depthdecay_pass
-        self.product = code.depthdecay_product
 
 
 @functools.cache

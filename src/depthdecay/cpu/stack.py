@@ -1,4 +1,4 @@
-"""A stack whose passes are one call of compiled code, and how a model gets one."""
+"""A model whose passes are one call of compiled code: how it gets there, and what that call is given."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import contextlib
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from depthdecay.cache import PlannedCache
 from depthdecay.cpu import library as native
 from depthdecay.cpu.blocks import BFLOAT16, FLOAT32, Packed
 from depthdecay.cpu.form import PROJECTIONS, Form, OtherForm, form_of, hooked
-from depthdecay.cpu.threads import threads
 from depthdecay.cpu.weights import QUANTIZED, Rounded, check_setting, rounded, widened_weights
 from depthdecay.errors import DepthDecayError
 from depthdecay.origin import Origin
-from depthdecay.repairs import Repair
-from depthdecay.short_head import ShortHead
-from depthdecay.stack import LayerPass, Stack, patched, primary_device
+from depthdecay.patches import patched
+from depthdecay.plan import Plan
+from depthdecay.repairs import Repair, Repairs
+from depthdecay.runners.blocks import Blocks
+from depthdecay.runners.contract import Part
+from depthdecay.runners.forward import ForwardRunner
+from depthdecay.speculative.short_head import ShortHead
+from depthdecay.stack import KeptShape, Stack, primary_device
 
-# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
-FEW_TOKENS = 16
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, against the model's own forward
 _HUGE_PAGE = 2 << 20
 
@@ -79,7 +79,7 @@ def _fast_stack(
         return WidenedStack.over(plain, form, setting, origin)
     trial = CpuStack(plain.model, plain.owner, plain.layers, plain.windows)
     trial.prepare(code, form, None)
-    difference = trial.difference()
+    difference = _difference(trial)
     if not difference < _TOLERANCE[form.dtype]:
         if setting is not None or fast:
             _warn(
@@ -90,6 +90,22 @@ def _fast_stack(
     if setting is not None:
         trial.prepare(code, form, rounded(form, setting, origin, say))
     return trial
+
+
+@torch.no_grad()
+def _difference(stack: CpuStack) -> float:
+    """How far a compiled pass is from the model's own forward: embedding, first and last layer, output matrix."""
+    from .rows import CompiledRows
+
+    layers, vocabulary = stack.num_layers, stack.form.embedding.num_embeddings
+    count = min(5, vocabulary)
+    ends = Plan.constant(layers, min(2, layers), drop_order=list(range(1, layers - 1)))
+    part = Part(0, 0, [token * (vocabulary // count) for token in range(count)], min(2, layers), ends, count)
+    said = []
+    for way in (ForwardRunner, CompiledRows):
+        blocks = Blocks.of_rows(stack.kept_shapes(), [[count] * layers])
+        said.append(way(stack, blocks, Repairs()).run([part]).logits.float())
+    return float((said[0] - said[1]).abs().max() / said[0].abs().max())
 
 
 def _code() -> native.Library | None:
@@ -148,9 +164,6 @@ class WidenedStack(Stack):
         stack.widened = {names[id(linears[name].weight)]: weight for name, weight in weights.items()}
         return stack
 
-    def for_batches(self) -> Stack:
-        return self
-
     def forward(self, **arguments: Any) -> Any:
         # The head may be the embedding too, which is not rounded: it is replaced by what it does.
         def said(state: torch.Tensor) -> torch.Tensor:
@@ -160,183 +173,53 @@ class WidenedStack(Stack):
             return torch.func.functional_call(self.model, self.widened, kwargs=arguments)
 
 
-class RoundedStack(Stack):
-    """Rounded weights for any cache: the model's own forward, in which each product with them is compiled code."""
-
-    source: CpuStack  # whose weights these are
-    products: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]
-
-    @classmethod
-    def over(cls, source: CpuStack, weights: Rounded) -> RoundedStack:
-        stack = cls(source.model, source.owner, source.layers, source.windows)
-        stack.source = source
-        stack.products = [
-            (linear, _product(source.code, source.packed_matrix(name, packed), linear, name in weights.kept))
-            for name, linear in source.form.matrices()
-            if (packed := weights.matrices.get(name)) is not None
-        ]
-        return stack
-
-    def for_batches(self) -> Stack:
-        return self
-
-    def forward(self, **arguments: Any) -> Any:
-        given = [(linear.__dict__, product) for linear, product in self.products if "forward" not in linear.__dict__]
-        try:
-            for attributes, product in given:
-                attributes["forward"] = product
-            return self.model(**arguments)
-        finally:
-            for attributes, _ in given:
-                attributes.pop("forward", None)
-
-    def layer_bytes(self) -> tuple[int, ...]:
-        return self.source.layer_bytes()
-
-    def head_bytes(self) -> int:
-        return self.source.head_bytes()
-
-
-def _product(
-    code: native.Library, matrix: native.Matrix, linear: nn.Linear, is_exact: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """In the place of a linear module's forward; of many tokens torch's is faster, and used where weights are exact."""
-
-    def product(state: torch.Tensor) -> torch.Tensor:
-        if is_exact and state.numel() > FEW_TOKENS * matrix.columns:
-            return nn.functional.linear(state, linear.weight, linear.bias)
-        x = state.detach().reshape(-1, matrix.columns).float().contiguous()
-        result = torch.empty((len(x), matrix.rows))
-        code.product(ctypes.byref(matrix), x.data_ptr(), len(x), result.data_ptr(), threads())
-        if linear.bias is not None:
-            result += linear.bias
-        return result.view(*state.shape[:-1], matrix.rows).to(state.dtype)
-
-    return product
-
-
-@dataclass
-class _Text:
-    """What the passes of one cache have in common."""
-
-    keys: Any
-    values: Any
-    halves: bool
-    rooms: list[int]
-
-
 class CpuStack(Stack):
-    """Passes over a few tokens by one compiled call; with rounded weights all passes.
+    """A model whose passes can be one compiled call (rows.py): what lies where, as that call takes it.
 
-    What it needs is read from the model itself. Its own weights are used where they lie, so nothing is copied and a
-    change of them is seen by the next text; rounded ones are those of the time they were made.
+    It is read from the model itself. Its own weights are used where they lie, so nothing is copied and a change of them
+    is seen by the next text; rounded ones are those of the time they were made.
     """
 
     rounded: Rounded | None = None
-    _is_plain = True
-    _short: tuple[ShortHead, torch.Tensor | None, native.Model] | None
 
     def prepare(self, code: native.Library, form: Form, weights: Rounded | None) -> None:
         self.code, self.form, self.rounded = code, form, weights
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._maps: dict[Any, Any] = {}
-        self._text: tuple[PlannedCache, _Text] | None = None
+        self._maps: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._short: tuple[ShortHead, torch.Tensor | None, native.Model] | None = None
         self._places = {name: _in_huge_pages(m.data) for name, m in weights.matrices.items()} if weights else {}
         self._read_weights()
 
-    def run(
-        self,
-        layer_pass: LayerPass,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-        position_ids: torch.Tensor,
-        keep: int = 1,
-        short: ShortHead | None = None,
-    ) -> torch.Tensor:
-        with self.exclusive():
-            if cache.clock.filled == 0 and self.rounded is None:
-                self._is_plain = not hooked(self)
-                self._read_weights()
-            if cache.clock.position is not None or not self._can_run(layer_pass, ids):
-                return super().run(layer_pass, ids, mask, cache, position_ids, keep, short)
-            return self._compiled(layer_pass, ids, mask, cache, position_ids, keep, short)
+    def refresh(self) -> bool:
+        """See the model as it is now; False where code of somebody else hangs on it, which a call would not run."""
+        if self.rounded is None:
+            if hooked(self):
+                return False
+            self._read_weights()
+        return True
 
-    def for_batches(self) -> Stack:
-        return super().for_batches() if self.rounded is None else RoundedStack.over(self, self.rounded)
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the model's own forward would compute with other weights."""
+        return self.rounded is not None
+
+    @property
+    def has_compiled_pass(self) -> bool:
+        return True
+
+    def kept_shapes(self) -> list[KeptShape]:
+        form = self.form
+        kept = (form.key_value_heads, form.head_size)
+        return [KeptShape(kept, kept, form.dtype, torch.device("cpu"))] * self.num_layers
 
     @property
     def weights(self) -> native.Model:
-        """What lies where, as the compiled pass takes it."""
         return self._model
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self._model.head.rows)
 
     def packed_matrix(self, name: str, packed: Packed, bias: int | None = None) -> native.Matrix:
         return native.Matrix(self._places[name].data_ptr(), bias, packed.rows, packed.columns, packed.kind)
 
-    def _can_run(self, layer_pass: LayerPass, ids: torch.Tensor) -> bool:
-        known = layer_pass.run_layer is None and all(isinstance(m, Repair) for m in layer_pass.repairs.values())
-        return known and (self.rounded is not None or (ids.numel() <= FEW_TOKENS and self._is_plain))
-
-    def _compiled(
-        self,
-        layer_pass: LayerPass,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: PlannedCache,
-        position_ids: torch.Tensor,
-        keep: int,
-        short: ShortHead | None,
-    ) -> torch.Tensor:
-        filled, (batch, length) = cache.clock.filled, ids.shape
-        text = self._text_of(cache, batch)
-        maps, needed, runnings = self._route_of(layer_pass)
-        room = min((text.rooms[layer] for layer in needed), default=filled + length)
-        if filled + length > room:
-            raise DepthDecayError(f"a layer was given position {filled + length}, but the plan left it room for {room}")
-        rows, columns, firsts, kept = _tokens(batch, length, filled, mask)
-        ids, positions = ids.reshape(-1), position_ids.expand(batch, length).reshape(-1)
-        count = len(rows)
-        if count not in runnings:
-            numbers_by_layer = (count if layer in needed else 0 for layer in range(self.num_layers))
-            runnings[count] = (ctypes.c_int64 * self.num_layers)(*numbers_by_layer)
-        if count < len(ids):
-            chosen = torch.tensor(kept)
-            ids, positions = ids[chosen], positions[chosen]
-        state = nn.functional.embedding(ids, self.form.embedding.weight).float()
-        cosine, sine = self.angles_at(positions)
-        # Of every text the last `keep` tokens; texts end in the same column.
-        ends = [index for index in range(count) if columns[index] >= filled + length - keep]
-        model = self._model if short is None else self._shortened(short)
-        logits = torch.empty((batch, keep, model.head.rows))
-        numbers = ctypes.c_int64 * count
-        arguments = native.Pass(
-            tokens=count,
-            batch=batch,
-            row=numbers(*rows),
-            column=numbers(*columns),
-            first=numbers(*firsts),
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
-            state=state.data_ptr(),
-            keys=text.keys,
-            values=text.values,
-            halves=text.halves,
-            running=runnings[count],
-            segment=ctypes.pointer(native.Segment(0, count, maps)),
-            segments=1,
-            wanted=(ctypes.c_int64 * len(ends))(*ends),
-            logits_wanted=len(ends),
-            logits=logits.data_ptr(),
-            threads=threads(),
-        )
-        layer_pass.layers_executed += self.code.run(model, arguments)
-        return logits
-
-    def _shortened(self, short: ShortHead) -> native.Model:
+    def shortened(self, short: ShortHead) -> native.Model:
         """The same model with fewer rows in its output matrix; they stay where they are while their content changes."""
         if self._short is None or self._short[0] is not short:
             bias = None if short.bias is None else short.bias.float()
@@ -345,45 +228,30 @@ class CpuStack(Stack):
             self._short = (short, bias, model)
         return self._short[2]
 
-    def _text_of(self, cache: PlannedCache, batch: int) -> _Text:
-        if self._text is not None and self._text[0] is cache and cache.clock.filled > 0:
-            return self._text[1]
-        form = self.form
-        for layer in cache.planned:
-            if layer.keys is None:
-                example = torch.empty((batch, form.key_value_heads, 0, form.head_size), dtype=form.dtype)
-                layer.lazy_initialization(example, example)
-        pointers = ctypes.c_void_p * self.num_layers
-        keys, values = ([states.data_ptr() for states in kept] for kept in zip(*_states(cache), strict=True))
-        halves = cache.planned[0].keys is not None and cache.planned[0].keys.dtype == torch.bfloat16
-        text = _Text(pointers(*keys), pointers(*values), halves, [layer.room for layer in cache.planned])
-        self._text = (cache, text)
-        return text
-
-    def _route_of(self, layer_pass: LayerPass) -> tuple[Any, list[int], dict[int, Any]]:
-        """Maps in the place of layers, the layers that run, and how many tokens run each; made once for each."""
-        repairs: Mapping[int, Any] = layer_pass.repairs
-        key = (layer_pass.dropped, tuple((start, id(repair)) for start, repair in repairs.items()))
+    def maps_at(self, repairs: Repairs, depth: int) -> Any:
+        """Maps in the place of dropped layers, by layer, as a call takes them; made once for each depth."""
+        key = (id(repairs), depth)
         if key not in self._maps:
-            needed = [layer for layer in range(self.num_layers) if layer not in layer_pass.dropped]
-            own = {start: repair for start, repair in repairs.items() if start in layer_pass.dropped}
-            maps, alive = made_maps(own, self.num_layers)
-            self._maps[key] = (maps, needed, {}, alive, dict(repairs))  # the last two keep alive what is pointed at
-        maps, needed, runnings = self._maps[key][:3]
-        return maps, needed, runnings
+            maps = (ctypes.POINTER(native.Map) * self.num_layers)()
+            made = {start: _map(repair) for start, repair in repairs.at(depth).items()}
+            for start, (structure, _) in made.items():
+                maps[start] = ctypes.pointer(structure)
+            self._maps[key] = (maps, made, repairs)  # the last two keep alive what is pointed at
+        return self._maps[key][0]
 
-    def angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles_at(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine by token, (tokens, head size), from a table that the model's own module fills."""
-        last = int(positions.max()) if positions.numel() > 1 else int(positions)
+        last = max(positions)
         if self._angles is None or last >= self._angles[0].shape[0]:
             known = max(512, 1 << last.bit_length())
             places = torch.arange(known).unsqueeze(0)
             cosine, sine = self.form.angles(torch.empty(0, dtype=torch.float32), places)
             self._angles = cosine[0].contiguous(), sine[0].contiguous()
         cosine, sine = self._angles
-        if positions.numel() == 1:
+        if len(positions) == 1:
             return cosine[last], sine[last]
-        return cosine[positions], sine[positions]
+        chosen = torch.tensor(positions)
+        return cosine[chosen], sine[chosen]
 
     def _read_weights(self) -> None:
         """The table of what lies where. Norms and biases are few: in 16 bits they are widened here."""
@@ -423,19 +291,6 @@ class CpuStack(Stack):
             head=matrix("head", form.head),
         )
 
-    @torch.no_grad()
-    def difference(self) -> float:
-        """How far a compiled pass is from the model's own forward: embedding, first and last layer, output matrix."""
-        count = min(5, self.form.embedding.num_embeddings)
-        ids = torch.arange(count).unsqueeze(0) * (self.form.embedding.num_embeddings // count)
-        positions = torch.arange(count).unsqueeze(0)
-        between = frozenset(range(1, self.num_layers - 1))
-        said = []
-        for run in (super().run, self.run):
-            cache = PlannedCache([count] * self.num_layers, self.windows)
-            said.append(run(LayerPass(between), ids, None, cache, positions, count).float())
-        return float((said[0] - said[1]).abs().max() / said[0].abs().max())
-
     def layer_bytes(self) -> tuple[int, ...]:
         found = super().layer_bytes()
         if self.rounded is None:
@@ -452,30 +307,6 @@ class CpuStack(Stack):
         return super().head_bytes() if packed is None else packed.nbytes
 
 
-def _states(cache: PlannedCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found = []
-    for layer in cache.planned:
-        assert layer.keys is not None
-        assert layer.values is not None
-        found.append((layer.keys, layer.values))
-    return found
-
-
-def _tokens(
-    batch: int, length: int, filled: int, mask: torch.Tensor | None
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Of each token but the padding: its text, its column, where that text begins, and its place in `ids`."""
-    begins = [0] * batch if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
-    places = [
-        (row, filled + column, begins[row], row * length + column)
-        for row in range(batch)
-        for column in range(length)
-        if filled + column >= begins[row]
-    ]
-    rows, columns, firsts, kept = zip(*places, strict=True)
-    return list(rows), list(columns), list(firsts), list(kept)
-
-
 def _float_matrix(weight: torch.Tensor, bias: int | None = None) -> native.Matrix:
     kind = FLOAT32 if weight.dtype == torch.float32 else BFLOAT16
     return native.Matrix(weight.data_ptr(), bias, weight.shape[0], weight.shape[1], kind)
@@ -490,15 +321,6 @@ def _map(repair: Repair) -> tuple[native.Map, list[torch.Tensor]]:
     if len(parts) == 6:
         found.gate, found.lift, found.out = (_float_matrix(part) for part in parts[3:])
     return found, [*parts, bias]
-
-
-def made_maps(repairs: Mapping[int, Any], layers: int) -> tuple[Any, Any]:
-    """Maps by layer as the compiled pass takes them, and what must live as long as they do."""
-    maps = (ctypes.POINTER(native.Map) * layers)()
-    made = {start: _map(repair) for start, repair in repairs.items()}
-    for start, (structure, _) in made.items():
-        maps[start] = ctypes.pointer(structure)
-    return maps, made
 
 
 def _in_huge_pages(data: torch.Tensor) -> torch.Tensor:

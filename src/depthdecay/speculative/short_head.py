@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .stack import Stack, patched
+from ..patches import patched
+from ..stack import Stack
 
 # Vocabularies are sorted by how early a tokenizer met a token, so the first ones are the most frequent.
 SHARE, LEAST = 5, 16384

@@ -1,4 +1,4 @@
-"""Steps of a batch as CUDA graphs: one for each layer and number of rows, replayed one behind the other.
+"""Passes as CUDA graphs of single layers: one for each layer and number of rows, replayed one behind the other.
 
 A graph of a whole step would be needed for every profile of depths, and there are as many as there are batches. Graphs
 of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host far less than the
@@ -13,6 +13,7 @@ no further than its own position. So prompts are read within the steps of the ot
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,22 +22,18 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import AttentionInterface
 
 from ..attention import is_plain, scaling_of
-from ..errors import DepthDecayError, one_line
-from ..gemv import GemvPass
-from ..graphs import Capturer, one_cache, one_index
+from ..errors import NotCapturable
+from ..patches import replaced_each
 from ..repairs import Repairs
-from ..stack import LayerPass, Stack, primary_device, replaced
-from .blocks import BLOCK, Blocks
+from ..runners.blocks import BLOCK, Blocks
+from ..runners.contract import Part, Profile, Said, Tokens
+from ..runners.forward import first_rows
+from ..stack import LayerPass, Stack, primary_device
+from .capture import Graphs
+from .compiled_layers import CompiledLayers, one_cache, one_index
 from .paged import Paged, attend_paged
-from .parts import Part, Profile, Tokens
-from .ragged import first_rows
 
-PROMPT_ROWS = 64  # a step has room for so many tokens of prompts beside a full batch: weights still take longer
-_NAME = "depthdecay_rows"
-
-
-class NotCapturable(DepthDecayError):
-    """The model cannot run as graphs; passes go on eagerly."""
+_NUMBERS = itertools.count()
 
 
 class _LastLayer(Exception):
@@ -55,7 +52,7 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     is_initialized = True
 
-    def __init__(self, steps: GraphSteps, layer: int) -> None:
+    def __init__(self, steps: LayerGraphs, layer: int) -> None:
         super().__init__()
         self.steps = steps
         self.layer = layer
@@ -79,25 +76,28 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
-class GraphSteps:
-    """Passes over single-token rows as graphs that are captured when first needed, all in one pool of memory."""
+class LayerGraphs:
+    """Passes over single-token rows as graphs that are captured when first needed, all in one pool of memory.
+
+    What cannot be captured raises `NotCapturable`.
+    """
 
     states: torch.Tensor  # of every row, between layers
     places: torch.Tensor  # (layer, row): where the row's new key goes
     logits: torch.Tensor
 
-    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs, max_batch: int, compile: bool = False) -> None:
+    def __init__(
+        self, stack: Stack, blocks: Blocks, repairs: Repairs, rows: int, compiled: CompiledLayers | None
+    ) -> None:
         self.stack = stack
         self.blocks = blocks
-        self.capturer = Capturer()
-        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
-        self.rows = bucket_of(max_batch + PROMPT_ROWS)
+        self.graphs = Graphs(compiled, "a batch of this model")
+        self.rows = bucket_of(rows)
         self.maps = {depth: repairs.at(depth) for depth in repairs.at_depth}
         self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
         self.asking: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
         self.attention = torch._dynamo.disable(self._attend)  # one object: compiled layers know it by its identity
-        self.is_compiled = compile
-        self._compiled: dict[tuple[type, int | None], Any] = {}
+        self.name = f"depthdecay_rows_{next(_NUMBERS)}"  # of its own: another model's may be known at the same time
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._warm: set[tuple[Any, ...]] = set()
         # Graphs read and write at fixed addresses: all that changes from step to step lies in these two tensors.
@@ -115,15 +115,15 @@ class GraphSteps:
         self.scratch = torch.tensor([blocks.store(layer).scratch for layer in range(layers)], device=self.device)
         self.mask = torch.ones((self.rows, 1), dtype=torch.long, device=self.device)  # so that no model looks for one
 
-    def has_room(self, tokens: int) -> bool:
+    def takes(self, tokens: int) -> bool:
         return tokens <= self.rows
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
-        """The logits behind each part's last token, and how many tokens ran each layer. Nothing here waits."""
-        profile = Profile.of(parts)
+    def run(self, parts: Sequence[Part]) -> Said:
+        """Nothing here waits for the device."""
+        profile, tokens = Profile.of(parts), Tokens.of(parts)
         with self._on_device(), self.stack.exclusive():
-            self._send(parts, profile)
+            self._send(tokens, profile)
             self._frame_graph("head", self._head).replay()
             for layer, count in enumerate(profile.counts):
                 if count:
@@ -132,7 +132,7 @@ class GraphSteps:
                     if layer in self.maps.get(depth, ()):
                         self._map_graph(depth, layer, bucket_of(held)).replay()
             self._frame_graph("tail", self._tail).replay()
-            return self.logits.index_select(0, self.last[: len(parts)]), profile.counts
+            return Said(self.logits.index_select(0, self.last[: len(tokens.wanted)]), profile.counts)
 
     def capture_layers(self) -> None:
         """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""
@@ -148,17 +148,16 @@ class GraphSteps:
         """Streams and graphs are the current device's, which need not be the model's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _send(self, parts: Sequence[Part], profile: Profile) -> None:
+    def _send(self, tokens: Tokens, profile: Profile) -> None:
         """Everything that the step's graphs read, in one copy, and the tables of rows that got new blocks in another.
 
         From fresh pinned memory each time: torch gives such memory out again only when the copy has been made.
         """
-        tokens = Tokens.of(parts)
         assert len(tokens.ids) <= self.rows
         starts, helds = [0] * len(self.starts), [0] * len(self.helds)
         for depth, (first, held) in profile.segments.items():
             starts[depth], helds[depth] = first, held
-        given = (tokens.ids, tokens.positions, tokens.slots, tokens.last)
+        given = (tokens.ids, tokens.positions, tokens.slots, tokens.wanted)
         by_row = [value for values in given for value in _filled(values, self.rows)]
         self._copy(self.inputs, torch.tensor(by_row + profile.counts + starts + helds))
         grown = sorted(self.blocks.extended)
@@ -177,25 +176,23 @@ class GraphSteps:
             return source.to(self.device, non_blocking=True)
         return target.copy_(source, non_blocking=True)
 
-    def _capture(self, key: tuple[Any, ...], warm_up: Callable[[], None], run: Callable[[], None]) -> None:
-        try:
+    def _graph(self, key: tuple[Any, ...], warm_up: Callable[[], Any], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if key not in self.graphs.by_key:
             with self._own_attention():
-                self.graphs[key] = self.capturer.capture(warm_up, run)
-        except Exception as error:
-            raise NotCapturable(one_line(error)) from error
+                self.graphs.by_key[key] = self.graphs.capture(warm_up, run)
+        found: torch.cuda.CUDAGraph = self.graphs.by_key[key]
+        return found
 
     def _frame_graph(self, name: str, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What comes before the layers, or behind them."""
-        if (name,) not in self.graphs:
-            self._capture((name,), run, run)
-        return self.graphs[(name,)]
+        return self._graph((name,), run, run)
 
     def _layer_graph(self, layer: int, rows: int) -> torch.cuda.CUDAGraph:
-        key = "layer", layer, rows
-        if key in self.graphs:
-            return self.graphs[key]
+        found: torch.cuda.CUDAGraph | None = self.graphs.by_key.get(("layer", layer, rows))
+        if found is not None:
+            return found
         # What runs inside a capture must have run before; layers of a kind run the same.
-        kind = type(self.stack.layers[layer]), self.stack.windows[layer], rows
+        kind = type(self.stack.layers[layer]), self.stack.windows[layer], rows, self.graphs.compiled is None
 
         def warm_up() -> None:
             if kind not in self._warm:
@@ -206,13 +203,9 @@ class GraphSteps:
             own = self.states[:rows]
             torch.where(self._is_own(rows, self.counts[layer]), self._layer(layer, rows), own, out=own)
 
-        self._capture(key, warm_up, run)
-        return self.graphs[key]
+        return self._graph(("layer", layer, rows), warm_up, run)
 
     def _map_graph(self, depth: int, layer: int, rows: int) -> torch.cuda.CUDAGraph:
-        key = "map", depth, layer, rows
-        if key in self.graphs:
-            return self.graphs[key]
         repair = self.maps[depth][layer]
 
         def repaired() -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,11 +217,7 @@ class GraphSteps:
             where, states = repaired()
             self.states.index_copy_(0, where, states)
 
-        def warm_up() -> None:
-            repaired()
-
-        self._capture(key, warm_up, run)
-        return self.graphs[key]
+        return self._graph(("map", depth, layer, rows), repaired, run)
 
     def _is_own(self, rows: int, count: torch.Tensor) -> torch.Tensor:
         own = self.order[:rows] < count
@@ -272,23 +261,17 @@ class GraphSteps:
             args = (own, *args[1:])
         else:
             kwargs = {**kwargs, "hidden_states": own}
-        layer = self.stack.layers[index]
-        output = self._run_compiled(index, layer, args, kwargs) if self.is_compiled else layer(*args, **kwargs)
+        compiled = self.graphs.compiled
+        if compiled is None:
+            output = self.stack.layers[index](*args, **kwargs)
+        else:  # in a few compiled pieces around its attention
+            args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
+            with one_index(self.stack.layers):
+                output = compiled.layer(self.stack, index, "many", args, kwargs)
         if self.asking is not None:
             raise RuntimeError("the model has an attention of its own")
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
-
-    def _run_compiled(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer in a few compiled pieces around its attention, which serve all layers of the kind."""
-        kind = type(layer), self.stack.windows[index]
-        if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(
-                type(layer).forward, options={"post_grad_custom_pre_pass": GemvPass(overlap=False)}
-            )
-        args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
-        with one_index(self.stack.layers):
-            return self._compiled[kind](layer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _own_attention(self) -> Iterator[None]:
@@ -297,17 +280,17 @@ class GraphSteps:
         Only models that have positions as an argument: the others would take all rows to be at the same one.
         """
         if "position_ids" not in self.stack.forward_arguments:
-            raise RuntimeError("the model takes no positions")
+            raise NotCapturable("the model takes no positions")
         modules = [self.stack.model, *self.stack.owner.modules()]
-        configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+        configs = list({id(module.config): module.config for module in modules if hasattr(module, "config")}.values())
         mapping = AttentionInterface._global_mapping
-        with contextlib.ExitStack() as undo:
-            for config in configs.values():
-                undo.enter_context(replaced(config, "_attn_implementation_internal", _NAME))
-            mapping[_NAME] = self.attention
-            undo.callback(mapping.pop, _NAME, None)
+        with replaced_each(configs, "_attn_implementation_internal", [self.name] * len(configs)):
+            mapping[self.name] = self.attention
             self.asking = None
-            yield
+            try:
+                yield
+            finally:
+                del mapping[self.name]
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

@@ -9,31 +9,18 @@ import torch
 
 from ..errors import DepthDecayError
 from ..plan import Plan
+from ..stack import KeptShape
+from .contract import Part
 
 BLOCK = 16  # positions; a row wastes half a block a layer on average, and tables stay short
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What one layer writes for one position."""
-
-    key: tuple[int, int]  # heads, size of each
-    value: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def block_bytes(self) -> int:
-        numbers = self.key[0] * self.key[1] + self.value[0] * self.value[1]
-        return BLOCK * numbers * torch.empty((), dtype=self.dtype).element_size()
 
 
 class Store:
     """Blocks of one shape, and the list of those that nobody holds."""
 
-    def __init__(self, shape: Shape, blocks: int) -> None:
-        self.shape = shape
+    def __init__(self, shape: KeptShape, blocks: int) -> None:
         self.blocks = blocks
+        self.block_bytes = BLOCK * shape.nbytes
         # Block 0 is never given out: padding reads it, and its zeros disturb no sum. The others are read only where
         # they have been written, so they are not touched here: a machine gives memory that is used, not asked for.
         # Nor is the last: there, rows that only fill a graph up write what nobody reads.
@@ -43,7 +30,7 @@ class Store:
             self.keys = torch.empty((positions, *shape.key), dtype=shape.dtype, device=shape.device)
             self.values = torch.empty((positions, *shape.value), dtype=shape.dtype, device=shape.device)
         except RuntimeError:  # what torch raises on a CPU; on CUDA a kind of it
-            size = blocks * shape.block_bytes / 1e9
+            size = blocks * self.block_bytes / 1e9
             raise DepthDecayError(
                 f"{size:.1f} GB for keys and values do not fit into the memory of {shape.device}; give them less room"
             ) from None
@@ -58,7 +45,7 @@ class Store:
             raise DepthDecayError(f"{count} blocks of keys and values were asked for, but {len(self.free)} are free")
         taken = self.free[len(self.free) - count :]
         del self.free[len(self.free) - count :]
-        return taken
+        return taken[::-1]  # new blocks in the order of their places
 
     def give_back(self, blocks: Sequence[int]) -> None:
         self.free.extend(blocks)
@@ -93,15 +80,16 @@ class Usage:
 class Blocks:
     """Which row holds which blocks in which layer."""
 
-    def __init__(self, shapes: Sequence[Shape], slots: int, positions: int, cache_bytes: int) -> None:
-        """`shapes`: each layer's. `positions`: the longest text. `cache_bytes`: for all layers together."""
+    def __init__(self, shapes: Sequence[KeptShape], slots: int, positions: int, blocks: Sequence[int]) -> None:
+        """`shapes`: each layer's. `positions`: the longest text. `blocks`: how many each layer brings to its kind."""
         self.layers = len(shapes)
         self.most = blocks_for(positions)
         kinds = list(dict.fromkeys(shapes))
         self.kind_of = [kinds.index(shape) for shape in shapes]
-        # Layers are dropped in any order, so a store's share is that of its layers at full depth.
-        a_position = sum(shape.block_bytes for shape in shapes)
-        self.stores = [Store(kind, cache_bytes // a_position * shapes.count(kind)) for kind in kinds]
+        counts = [0] * len(kinds)
+        for kind, count in zip(self.kind_of, blocks, strict=True):
+            counts[kind] += count
+        self.stores = [Store(kind, count) for kind, count in zip(kinds, counts, strict=True)]
         # The last column stays 0: that is where padding looks.
         self.table = torch.zeros((self.layers, slots, self.most + 1), dtype=torch.long)
         self._entries = self.table.numpy()  # the same memory: single entries are written in a tenth of the time
@@ -109,6 +97,45 @@ class Blocks:
         self.held = [[0] * slots for _ in range(self.layers)]
         self.free_slots = list(range(slots - 1, -1, -1))
         self.promises: dict[int, list[int]] = {}
+        self.stretches: dict[tuple[int, int], int] = {}  # (layer, slot): where blocks that lie in one stretch begin
+
+    @classmethod
+    def within(cls, shapes: Sequence[KeptShape], slots: int, positions: int, cache_bytes: int) -> Blocks:
+        """As many as fit. Layers are dropped in any order, so each brings the same number."""
+        a_block = BLOCK * sum(shape.nbytes for shape in shapes)
+        return cls(shapes, slots, positions, [cache_bytes // a_block] * len(shapes))
+
+    @classmethod
+    def of_rows(cls, shapes: Sequence[KeptShape], rooms: Sequence[Sequence[int]]) -> Blocks:
+        """Just the rooms given, by row and layer, each in one stretch of a store: rows that come and go together."""
+        own = [sum(map(blocks_for, layer)) for layer in zip(*rooms, strict=True)]
+        blocks = cls(shapes, len(rooms), max(map(max, rooms)), own)
+        for slot, room in enumerate(rooms):
+            blocks.promises[slot] = [0] * len(blocks.stores)
+            for layer, positions in enumerate(room):
+                blocks.extend(slot, [layer], positions)
+                blocks.stretches[layer, slot] = int(blocks.table[layer, slot, 0]) * BLOCK
+        return blocks
+
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have."""
+        return self.most * BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.blocks * store.block_bytes for store in self.stores)
+
+    @property
+    def nbytes_uniform(self) -> int:
+        """What rows of the same lengths would take if every layer had as much room as the one that has most."""
+        longest = sum(max(held) for held in zip(*self.held, strict=True))
+        return longest * sum(self.store(layer).block_bytes for layer in range(self.layers))
+
+    def make_room(self, part: Part) -> None:
+        """Before a pass writes the part's positions; its row holds blocks for those before them."""
+        if blocks_for(part.end) > blocks_for(part.length):
+            self.extend(part.slot, part.plan.layers(part.depth), part.end)
 
     def store(self, layer: int) -> Store:
         return self.stores[self.kind_of[layer]]
@@ -179,11 +206,11 @@ class Blocks:
         """With the lengths of the rows in the batch, for what full depth would hold."""
         total, used, promised = 0, 0, 0
         for store in self.stores:
-            size = store.shape.block_bytes
+            size = store.block_bytes
             total += store.blocks * size
             used += (store.blocks - len(store.free)) * size
             promised += store.promised * size
-        a_block = sum(self.store(layer).shape.block_bytes for layer in range(self.layers))
+        a_block = sum(self.store(layer).block_bytes for layer in range(self.layers))
         return Usage(total, used, promised, max(0, sum(map(blocks_for, lengths)) * a_block - used))
 
 

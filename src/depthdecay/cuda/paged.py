@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attend import ROWS, sum_parts, triton
-from .blocks import BLOCK
+from ..runners.blocks import BLOCK
 
 if triton is not None:
     import triton.language as tl

@@ -1,14 +1,15 @@
-"""One pass over rows at different positions and depths, through the model's own forward.
+"""Passes through the model's own forward: every architecture, every device, texts at different positions and depths.
 
-Every row's text ends in the last column, as in a batch that is padded on the left. So transformers' own masks, also
-those of sliding windows, are right for all rows, and none of them is copied here.
+Every text ends in the last column, as in a batch that is padded on the left. So transformers' own masks, also those of
+sliding windows, are right for all of them, and none is copied here.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -16,36 +17,82 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..attention import grouped_attention
 from ..repairs import Repairs
 from ..stack import LayerPass, Stack, primary_device
-from .blocks import BLOCK, Blocks, Shape
-from .parts import Part
+from .blocks import BLOCK, Blocks
+from .contract import Part, Said
+
+if TYPE_CHECKING:
+    from ..speculative.short_head import ShortHead
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
+class ForwardRunner:
+    """Keys and values lie in blocks, and are gathered for each layer unless a lone text's lie in one stretch."""
+
+    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs) -> None:
+        self.stack = stack
+        self.blocks = blocks
+        self.repairs = repairs
+        self.cache = RaggedCache(blocks, stack.windows)
+
+    @torch.no_grad()
+    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+        if len(parts) > 1 and any(part.wanted > 1 for part in parts):  # as one part, it would make the others wider
+            parts = [single for part in parts for single in (part.singly() if part.wanted > 1 else [part])]
+        device = primary_device(self.stack.model)
+        self.cache.columns = columns = Columns(parts, self.blocks, device)
+        ragged = RaggedPass(parts, self.repairs)
+        if fed is None:
+            filled = [[0] * (columns.queries - len(part.tokens)) + list(part.tokens) for part in parts]
+            ids = torch.tensor(filled, device=device)
+        else:
+            ids = fed.unsqueeze(1)
+        keep = max(part.wanted for part in parts)
+        with grouped_attention(self.stack):
+            logits = self.stack.run(
+                ragged.layer_pass, ids, columns.mask, self.cache, columns.position_ids, max(keep, 1), short
+            )
+        said = logits[0] if len(parts) == 1 else logits[:, -1]
+        if any(part.wanted == 0 for part in parts):
+            said = said[torch.tensor([part.wanted > 0 for part in parts], device=said.device)]
+        return Said(said, ragged.tokens_run, None if short is None else short.ids)
+
+
 class Columns:
-    """Where the rows of a pass lie: which column holds which position, and where in the blocks that is."""
+    """Where the texts of a pass lie: which column holds which position, and where in the blocks that is."""
 
     def __init__(self, parts: Sequence[Part], blocks: Blocks, device: torch.device) -> None:
+        self.blocks = blocks
+        self.device = device
+        self.slots = [part.slot for part in parts]
         lengths = torch.tensor([part.length for part in parts])
         counts = torch.tensor([len(part.tokens) for part in parts])
-        self.queries = int(counts.max())
-        self.width = int((lengths + counts).max())
-        positions = torch.arange(self.width) - (self.width - lengths - counts).unsqueeze(1)  # below 0: padding
-        is_text = positions >= 0
-        self.mask = None if bool(is_text.all()) else is_text.long().to(device)
-        new = positions[:, self.width - self.queries :]
-        self.position_ids = new.clamp(min=0).to(device)
-        # A row with fewer new tokens than others fills up with columns that are not written anywhere.
+        self.queries = max(len(part.tokens) for part in parts)
+        self.width = max(part.end for part in parts)
+        self.positions = torch.arange(self.width) - (self.width - lengths - counts).unsqueeze(1)  # below 0: padding
+        self.is_text = self.positions >= 0
+        alike = len({part.end for part in parts}) == 1
+        self.mask = None if alike else self.is_text.long().to(device)
+        self.position_ids = self.positions[:, self.width - self.queries :].clamp(min=0).to(device)
+        # A text with fewer new tokens than others fills up with columns that are not written anywhere.
         is_new = torch.arange(self.queries) >= (self.queries - counts).unsqueeze(1)
         self.is_new = None if bool(is_new.all()) else is_new.to(device)
-        self.table = blocks.table[:, [part.slot for part in parts]].to(device)
-        self.block = torch.where(is_text, positions // BLOCK, blocks.most).to(device)
-        self.offset = (positions % BLOCK).to(device)
+
+    def stretch(self, layer: int) -> int | None:
+        """Where the only text begins in the layer's store, if its blocks lie in one stretch."""
+        return self.blocks.stretches.get((layer, self.slots[0])) if len(self.slots) == 1 else None
 
     def places(self, layer: int, rows: int, first: int) -> torch.Tensor:
         """Where the columns from `first` on of the first rows lie in the layer's store."""
-        block = torch.gather(self.table[layer, :rows], 1, self.block[:rows, first:])
-        return block.mul_(BLOCK).add_(self.offset[:rows, first:])
+        table, block, offset = self._within
+        places = torch.gather(table[layer, :rows], 1, block[:rows, first:])
+        return places.mul_(BLOCK).add_(offset[:rows, first:])
+
+    @functools.cached_property
+    def _within(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = torch.where(self.is_text, self.positions // BLOCK, self.blocks.most)
+        parts = (self.blocks.table[:, self.slots], block, self.positions % BLOCK)
+        return parts[0].to(self.device), parts[1].to(self.device), parts[2].to(self.device)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -67,16 +114,22 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        columns, rows = self.cache.columns, key_states.shape[0]
-        store = self.cache.blocks.store(self.layer)
-        first = self._first_visible()
-        places = columns.places(self.layer, rows, first)
+        columns, blocks = self.cache.columns, self.cache.blocks
+        store, first, start = blocks.store(self.layer), self._first_visible(), columns.stretch(self.layer)
+        if start is not None:
+            end = start + columns.width
+            store.keys[end - columns.queries : end] = key_states[0].transpose(0, 1)
+            store.values[end - columns.queries : end] = value_states[0].transpose(0, 1)
+            kept = (store.keys[start + first : end], store.values[start + first : end])
+            return kept[0].transpose(0, 1).unsqueeze(0), kept[1].transpose(0, 1).unsqueeze(0)
+        rows, device = key_states.shape[0], store.keys.device
+        places = columns.places(self.layer, rows, first).to(device)
         new = places[:, places.shape[1] - columns.queries :]
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if columns.is_new is None:
             new, keys, values = new.reshape(-1), keys.flatten(0, 1), values.flatten(0, 1)
         else:
-            is_new = columns.is_new[:rows]
+            is_new = columns.is_new[:rows].to(device)
             new, keys, values = new[is_new], keys[is_new], values[is_new]
         store.keys.index_copy_(0, new, keys)
         store.values.index_copy_(0, new, values)
@@ -100,7 +153,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """A transformers cache over blocks, for whatever rows the pass at hand has."""
+    """A transformers cache over blocks, for whatever texts the pass at hand has."""
 
     columns: Columns
 
@@ -114,21 +167,25 @@ class RaggedCache(Cache):
 
 
 class RaggedPass:
-    """Rows sorted by depth, deepest first: as ladders are nested, every layer works on the first so many of them."""
+    """Parts sorted by depth, deepest first: as ladders are nested, every layer works on the first so many of them."""
 
     def __init__(self, parts: Sequence[Part], repairs: Repairs) -> None:
         depths = [part.depth for part in parts]
         assert depths == sorted(depths, reverse=True)
         layers = parts[0].plan.num_layers
         self.rows = len(parts)
-        running = [frozenset(part.plan.layers(part.depth)) for part in parts]
-        self.rows_of = [sum(layer in own for own in running) for layer in range(layers)]
+        running = {depth: parts[depths.index(depth)].plan.layers(depth) for depth in set(depths)}
+        self.rows_of = [0] * layers
+        for depth in depths:
+            for layer in running[depth]:
+                self.rows_of[layer] += 1
         self.segments = _segments(depths)
         self.maps = {depth: repairs.at(depth) for depth in set(depths)}
         self.tokens_run = [0] * layers  # of each layer, counted where they run
         self.tokens_of_first = list(itertools.accumulate((len(part.tokens) for part in parts), initial=0))
         idle = frozenset(layer for layer, rows in enumerate(self.rows_of) if rows == 0)
-        self.layer_pass = LayerPass(idle, {layer: self._maps_behind(layer, 0) for layer in idle}, 0, self._run_layer)
+        maps = {layer: self._maps_behind(layer, 0) for layer in idle}
+        self.layer_pass = LayerPass(idle, maps, run_layer=self._run_layer)
 
     def _run_layer(self, index: int, layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = self.rows_of[index]
@@ -161,38 +218,6 @@ class RaggedPass:
             return hidden
 
         return repair
-
-
-def run_ragged(stack: Stack, cache: RaggedCache, parts: Sequence[Part], repairs: Repairs) -> tuple[torch.Tensor, Any]:
-    """The logits behind each row's last token, and the pass with its counts."""
-    device = primary_device(stack.model)
-    cache.columns = columns = Columns(parts, cache.blocks, device)
-    filled = [[0] * (columns.queries - len(part.tokens)) + list(part.tokens) for part in parts]
-    ragged = RaggedPass(parts, repairs)
-    with torch.no_grad(), grouped_attention(stack.model.config):
-        ids = torch.tensor(filled, device=device)
-        logits = stack.run(ragged.layer_pass, ids, columns.mask, cache, columns.position_ids)
-    return logits[:, -1], ragged
-
-
-def shapes_of(stack: Stack) -> list[Shape]:
-    """What each layer writes, seen in a pass over one token; it warms the model up too."""
-    from transformers.cache_utils import DynamicCache
-
-    found: dict[int, Shape] = {}
-
-    class Watched(DynamicCache):
-        def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            key, value = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-            found[layer_idx] = Shape(key, value, keys.dtype, keys.device)
-            return super().update(keys, values, layer_idx, *args, **kwargs)
-
-    device = primary_device(stack.model)
-    ids = torch.zeros((1, 1), dtype=torch.long, device=device)
-    cache = Watched(config=stack.config)
-    with torch.no_grad():
-        stack.run(LayerPass(), ids, None, cache, torch.zeros_like(ids))
-    return [found[layer] for layer in range(stack.num_layers)]
 
 
 def _segments(depths: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -17,11 +17,10 @@ Later tokens are easier, so acceptance is counted by the place in the answer as 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST = 15  # drafts: with the token before them a verification of 16
-LOOKUP = 8  # the longest end of a text that is looked for in the text before: the longer, the surer what follows
 # After how many plain steps a stopped drafter is tried again, at first and at most; it doubles with every vain try.
 PAUSE, LONGEST_PAUSE = 16, 512
 # What an unknown drafter is trusted with, counted as this many drafts that were seen.
@@ -35,10 +34,6 @@ CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
 # Places in the answer where acceptance is counted anew.
 PLACES = (64, 192)
-# Judged drafts after which a depth is known, and windows after which another one is tried again.
-ENOUGH, AGAIN = 24, 64
-# How the share of wrong drafts grows with the number of dropped layers, for depths that have not been tried.
-GROWTH = 1.5
 # What a further token in a verification costs until one has been timed: little, since reading weights is most of it.
 _UNTIMED = 0.02
 
@@ -69,16 +64,28 @@ class StepCosts:
 class Pace:
     """Seconds that passes take on this machine, as running means: what windows are chosen by."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    drafts: dict[int, float] = field(default_factory=dict)  # by depth
+    verifications: dict[int, float] = field(default_factory=dict)  # by number of tokens
     _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # until something is timed
     _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
 
-    def saw(self, kind: str, seconds: float) -> None:
-        before = self.seconds.get(kind)
-        self.takes(kind, seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before))
+    @property
+    def step(self) -> float | None:
+        """A full pass over one token."""
+        return self.verifications.get(1)
 
-    def takes(self, kind: str, seconds: float) -> None:
-        self.seconds[kind] = seconds
+    def saw_draft(self, depth: int, seconds: float) -> None:
+        self.takes_to_draft(depth, _running_mean(self.drafts.get(depth), seconds))
+
+    def saw_verification(self, tokens: int, seconds: float) -> None:
+        self.takes_to_verify(tokens, _running_mean(self.verifications.get(tokens), seconds))
+
+    def takes_to_draft(self, depth: int, seconds: float) -> None:
+        self.drafts[depth] = seconds
+        self._costs.clear()
+
+    def takes_to_verify(self, tokens: int, seconds: float) -> None:
+        self.verifications[tokens] = seconds
         self._costs.clear()
         self._verify.clear()
 
@@ -88,7 +95,7 @@ class Pace:
         Asked at every window, while the device waits: made once for all that has been timed so far.
         """
         if (share, depth) not in self._costs:
-            step, draft = self.seconds.get("verify 1"), self.seconds.get(f"draft {depth}")
+            step, draft = self.step, self.drafts.get(depth)
             verify = [0.0, *(self.verify(tokens) for tokens in range(1, LONGEST + 2))]
             cost = share if draft is None or step is None else draft / step
             self._costs[share, depth] = StepCosts(cost, verify.__getitem__)
@@ -101,13 +108,16 @@ class Pace:
         return self._verify[tokens]
 
     def _estimate(self, tokens: int) -> float:
-        step = self.seconds.get("verify 1")
-        known = [int(kind.split()[1]) for kind in self.seconds if kind.startswith("verify") and kind != "verify 1"]
-        if step is None or not known or tokens == 1:
+        known = [count for count in self.verifications if count > 1]
+        if self.step is None or not known or tokens == 1:
             return 1.0 + _UNTIMED * (tokens - 1)
         nearest = min(known, key=lambda count: (abs(count - tokens), count))
-        slope = (self.seconds[f"verify {nearest}"] / step - 1) / (nearest - 1)
+        slope = (self.verifications[nearest] / self.step - 1) / (nearest - 1)
         return max(1.0, 1.0 + slope * (tokens - 1))
+
+
+def _running_mean(before: float | None, seconds: float) -> float:
+    return seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before)
 
 
 @dataclass
@@ -131,8 +141,8 @@ class Share:
 
 
 @dataclass
-class Drafter:
-    """One source of drafts, and what has become of them."""
+class TrackRecord:
+    """What has become of the drafts of one source, and what its next window promises."""
 
     costs: StepCosts
     prior: float = 0.8  # how often a draft is right, before any was seen
@@ -225,94 +235,3 @@ class Drafter:
             self._next_pause = 2 * PAUSE
             if self.best_rate > MARGIN:
                 self._next_pause, self._pause = PAUSE, 0
-
-
-class Drafting:
-    """All that an engine knows about drafting: a drafter for every depth that may be drafted at, and lookup."""
-
-    def __init__(self, num_layers: int, shares: dict[int, float], pace: Pace | None = None) -> None:
-        """`shares`: the bytes that a draft step at each depth reads, of those of a full-depth step."""
-        self.num_layers = num_layers
-        self.pace = Pace() if pace is None else pace
-        self.shares = shares
-        self.by_depth = {depth: Drafter(StepCosts(share), depth=depth) for depth, share in shares.items()}
-        self.lookup = Drafter(StepCosts(0.0), prior=0.6)
-        self.finds = Share.at_first(0.5)  # of windows, in which lookup found something
-        self._windows = 0
-        self._chosen: Drafter | None = None
-
-    @property
-    def pauses(self) -> bool:
-        """Whether the window after the one that was chosen for will draft nothing either."""
-        return self._chosen is not None and self._chosen.is_pausing
-
-    def found(self, position: int) -> Drafter:
-        self.lookup.costs = self.pace.costs(0.0)
-        self.lookup.position = position
-        return self.lookup
-
-    def lookup_pays(self, position: int, share: float) -> bool:
-        """Whether drafts for a share of the rows, at no cost, bring more than drafts by layers for all of them."""
-        if share == 1:
-            return True
-        lookup = self.found(position)
-        drafts, p = lookup.best(), lookup.acceptance
-        rate = (share * expected_tokens(p, drafts) + 1 - share) / lookup.costs.verify(drafts + 1)
-        return rate > max(MARGIN, *(drafter.best_rate for drafter in self.by_depth.values()))
-
-    def choose(self, position: int) -> Drafter:
-        """The drafter with the highest rate; first those that might turn out to have it, and now and then another."""
-        self._chosen = self._choose(position)
-        return self._chosen
-
-    def _choose(self, position: int) -> Drafter:
-        for depth, drafter in self.by_depth.items():
-            drafter.position = position
-            drafter.costs = self.pace.costs(self.shares[depth], depth)
-        known = [drafter for drafter in self.by_depth.values() if drafter.judged >= ENOUGH]
-        if not known:  # one that has begun goes on, else the middle one is tried first
-            depths = sorted(self.by_depth)
-            begun = [drafter for drafter in self.by_depth.values() if drafter.judged > 0]
-            return begun[0] if begun else self.by_depth[depths[len(depths) // 2]]
-        best = max(known, key=lambda drafter: (drafter.best_rate, drafter.depth))
-        for drafter in self.by_depth.values():
-            if drafter not in known and self._guess(drafter, best) > best.best_rate:
-                return drafter
-        self._windows += 1
-        if self._windows % AGAIN == 0 and len(known) > 1 and best.best_rate > 1:
-            return min((drafter for drafter in known if drafter is not best), key=lambda drafter: drafter.judged)
-        return best
-
-    def _guess(self, drafter: Drafter, known: Drafter) -> float:
-        """The rate of a depth that was not tried enough, from a known one: more layers dropped, more drafts wrong."""
-        ratio = (self.num_layers - drafter.depth) / max(1, self.num_layers - known.depth)
-        p = min(max(1 - (1 - known.acceptance) * ratio**GROWTH, 0.0), 0.998)
-        return drafter.costs.rate(p, drafter.costs.best(p, drafter.longest))
-
-
-class Lookup:
-    """What followed the last place where the text's end stood before: a draft for nothing (prompt lookup).
-
-    The longest end that is found decides, of at most `size` tokens and at least 2. Every end is kept with the place
-    behind it, so that a look costs the same however long the text is.
-    """
-
-    def __init__(self, text: Iterable[int] = (), size: int = LOOKUP) -> None:
-        self.size = size
-        self.text: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}
-        self.add(text)
-
-    def add(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            place = len(self.text)  # an end is known once something follows it
-            for length in range(2, min(self.size, place) + 1):
-                self._behind[tuple(self.text[place - length :])] = place
-            self.text.append(token)
-
-    def after(self, longest: int) -> list[int]:
-        for length in range(min(self.size, len(self.text) - 1), 1, -1):
-            place = self._behind.get(tuple(self.text[-length:]))
-            if place is not None:
-                return self.text[place : place + longest]
-        return []

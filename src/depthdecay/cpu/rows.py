@@ -1,0 +1,84 @@
+"""Passes on a CPU as one compiled call: texts at their own positions and depths, over keys and values in blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..repairs import Repairs
+from ..runners.blocks import BLOCK, Blocks
+from ..runners.contract import Part, Profile, Said, Tokens
+from ..stack import Stack
+from . import library as native
+from .stack import CpuStack
+from .threads import threads
+
+if TYPE_CHECKING:
+    from ..speculative.short_head import ShortHead
+
+# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
+FEW_TOKENS = 16
+
+
+class CompiledRows:
+    """The passes of some texts. Weights are those of the time when this is made."""
+
+    def __init__(self, stack: CpuStack, blocks: Blocks, repairs: Repairs) -> None:
+        self.stack, self.blocks, self.repairs = stack, blocks, repairs
+        pointers = ctypes.c_void_p * stack.num_layers
+        stores = [blocks.store(layer) for layer in range(stack.num_layers)]
+        self.keys = pointers(*(store.keys.data_ptr() for store in stores))
+        self.values = pointers(*(store.values.data_ptr() for store in stores))
+        self.halves = stores[0].keys.dtype == torch.bfloat16
+
+    @classmethod
+    def of(cls, stack: Stack, blocks: Blocks, repairs: Repairs) -> CompiledRows | None:
+        """Where the model has a compiled pass and is still as it was when that was tried."""
+        return cls(stack, blocks, repairs) if isinstance(stack, CpuStack) and stack.refresh() else None
+
+    def takes(self, tokens: int) -> bool:
+        """Whether passes over so many tokens run here; rounded weights are nowhere else."""
+        return tokens <= FEW_TOKENS or self.stack.is_rounded
+
+    @torch.no_grad()
+    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+        stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
+        segments = (native.Segment * len(profile.segments))()
+        for place, (depth, (first, held)) in enumerate(profile.segments.items()):
+            segments[place] = native.Segment(first, held, stack.maps_at(self.repairs, depth))
+        ids = torch.tensor(tokens.ids) if fed is None else fed
+        state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
+        cosine, sine = stack.angles_at(tokens.positions)
+        model = stack.weights if short is None else stack.shortened(short)
+        logits = torch.empty((len(tokens.wanted), model.head.rows))
+        numbers = ctypes.c_int64 * len(tokens.ids)
+        arguments = native.Pass(
+            tokens=len(tokens.ids),
+            batch=self.blocks.table.shape[1],
+            row=numbers(*tokens.slots),
+            column=numbers(*tokens.positions),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            state=state.data_ptr(),
+            keys=self.keys,
+            values=self.values,
+            table=self.blocks.table.data_ptr(),
+            most=self.blocks.table.shape[2],
+            block=BLOCK,
+            halves=self.halves,
+            running=(ctypes.c_int64 * stack.num_layers)(*profile.counts),
+            segment=segments,
+            segments=len(segments),
+            wanted=(ctypes.c_int64 * len(tokens.wanted))(*tokens.wanted),
+            logits_wanted=len(tokens.wanted),
+            logits=logits.data_ptr(),
+            threads=threads(),
+        )
+        with stack.exclusive():
+            executed = stack.code.run(model, arguments)
+        assert executed == sum(count > 0 for count in profile.counts)
+        return Said(logits, profile.counts, None if short is None else short.ids)

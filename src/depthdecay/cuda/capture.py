@@ -1,0 +1,105 @@
+"""Passes captured as CUDA graphs when they are first needed: compared once with plain layers, given up where they fail.
+
+One place for the three: whatever cannot be compiled runs as it is, whatever cannot be captured runs eagerly, and a
+warning says which and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import NotCapturable, one_line
+from .compiled_layers import CompiledLayers
+
+# Of the logits' length: what rounding explains. A layer that used its index for more than the cache is far beyond.
+_ROUNDING = {torch.float32: 1e-2}
+_ROUNDING_16_BITS = 0.15
+
+Found = TypeVar("Found")
+
+
+def require_alike(said: torch.Tensor, expected: torch.Tensor, whose: str) -> None:
+    """Refuse logits that differ from those of an eager pass by more than rounding."""
+    error = float((said.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= _ROUNDING.get(said.dtype, _ROUNDING_16_BITS):
+        raise NotCapturable(f"{whose} differ from plain ones by {error:.3g} of the logits")
+
+
+class Capturer:
+    """Captures passes as CUDA graphs, all in one pool of memory and on one side stream."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.side_stream: torch.cuda.Stream | None = None
+
+    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The graph of `run`. Inside it nothing may be initialised or compiled, so `warm_up` goes ahead."""
+        graph = torch.cuda.CUDAGraph()
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a workspace for every stream
+        side = self.side_stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            warm_up()
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            side.synchronize()
+            # cuBLAS keeps its workspaces outside the pool and others may free them (transformers' compiled generate
+            # does). Cleared, they are allocated anew inside the capture, and the graph owns what it writes to.
+            torch._C._cuda_clearCublasWorkspaces()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # ending a broken capture fails too, and would hide the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
+
+
+@dataclass
+class Graphs:
+    """Graphs by key, and what they are made with: compiled layers until these fail."""
+
+    compiled: CompiledLayers | None
+    whose: str = "this model"
+    capturer: Capturer = field(default_factory=Capturer)
+    by_key: dict[Any, Any] = field(default_factory=dict)
+    compared: set[Any] = field(default_factory=set)  # kinds of passes that have been held against plain layers
+    can_capture: bool = True
+
+    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> Any:
+        try:
+            return self.capturer.capture(warm_up, run)
+        except NotCapturable:
+            raise
+        except Exception as error:
+            raise NotCapturable(one_line(error)) from error
+
+    def attempt(self, run: Callable[[], Found]) -> Found:
+        """Do what may need captures; with plain layers once compiled ones fail, and then not at all."""
+        while self.can_capture:
+            try:
+                return run()
+            except NotCapturable as error:
+                self._give_up(error)
+        raise NotCapturable(f"{self.whose} cannot run as CUDA graphs")
+
+    def _give_up(self, error: NotCapturable) -> None:
+        if self.compiled is not None:
+            warnings.warn(f"layers of {self.whose} could not be compiled and run as they are: {error}", stacklevel=4)
+            self.compiled = None
+        else:
+            warnings.warn(f"{self.whose} cannot run as CUDA graphs and runs eagerly: {error}", stacklevel=4)
+            self.can_capture = False
+        self.by_key.clear()
+        self.compared.clear()

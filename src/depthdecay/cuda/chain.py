@@ -1,0 +1,256 @@
+"""Windows of one greedy text that the device goes through by itself: graphs that draft, verify and feed each other.
+
+The host starts passes and reads what comes; it waits once a window, and the next one can be begun before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..cache import bucket_for, room_for
+from ..patches import replaced
+from ..plan import Plan
+from ..repairs import Repairs
+from ..runners.contract import Part
+from ..speculative.accept import count_right_on_device
+from ..speculative.gain import LONGEST, Pace
+from ..speculative.short_head import PIECES, ShortHead, product
+from ..stack import Stack
+from .compiled_layers import CompiledLayers, Rows
+from .pass_graphs import Captured, PassGraphs
+
+# Numbers of tokens that verifications are captured for; a shorter one is padded behind, where nobody looks. On an H200
+# a pass over 8 costs 3% more than one over 4, so more sizes would save less than capturing them takes.
+SIZES = (1, 2, 4, 8, 16)
+TURNS = 4  # verifications whose answers are kept: more than are ever under way
+
+
+class Window:
+    """A window on the device: the last certain token, the drafts behind it, and where they stand.
+
+    Drafts and verifications read and advance it, so that passes follow each other without the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        longest = SIZES[-1]
+        self.ids = torch.zeros((1, longest + 1), dtype=torch.long, device=device)
+        self.drafted = torch.zeros(1, dtype=torch.long, device=device)
+        self.base = torch.zeros(1, dtype=torch.long, device=device)  # the position of the last certain token
+        self.steps = torch.arange(longest, device=device)
+        # Of the last windows in turn: how sure the drafts are; how many tokens stay, and all of them.
+        self.confidences = torch.zeros((TURNS, longest + 1), device=device)
+        self.answers = torch.zeros((TURNS, longest + 1), dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.given = torch.zeros(longest, dtype=torch.long, pin_memory=on_cuda)  # by the host
+        # What the host reads. Copies to it are part of the graphs.
+        self.confidences_host = torch.zeros((TURNS, longest + 1), pin_memory=on_cuda)
+        self.answers_host = torch.zeros((TURNS, longest + 1), dtype=torch.long, pin_memory=on_cuda)
+        # The same memory: reading a number from it takes a tenth of the time, and the device waits meanwhile.
+        self.confidences_read, self.answers_read = self.confidences_host.numpy(), self.answers_host.numpy()
+
+
+def take_draft(
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    ids: torch.Tensor,
+    drafted: torch.Tensor,
+    confidences: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """Put the likeliest token behind the drafts so far, and its probability; `rows` are the tokens of short logits."""
+    # In pieces first, for one program each: a single one would take longer than half a layer.
+    pieces = logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
+    highest, place = pieces.max(1)
+    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
+    piece = highest.argmax(0, keepdim=True)
+    token = piece * pieces.shape[1] + place[piece]
+    confidences.index_put_((turn, drafted), 1 / (shares * (highest - highest[piece]).exp()).sum(0, keepdim=True))
+    drafted += 1
+    ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
+
+
+def take_verified(
+    said: torch.Tensor,
+    ids: torch.Tensor,
+    window: torch.Tensor,
+    drafted: torch.Tensor,
+    base: torch.Tensor,
+    answers: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """Keep the drafts that the full model would have said, and a token of its own; the next window starts there."""
+    right = count_right_on_device(ids[:, 1:], said[:, :-1], drafted)
+    window[:, :1] = said.gather(1, right.unsqueeze(0))
+    answer = torch.cat([right + 1, said[0], said.new_zeros(SIZES[-1] - said.shape[1])])
+    answers.index_copy_(0, turn, answer.unsqueeze(0))
+    turn.copy_((turn + 1) % TURNS)
+    base += right + 1
+    drafted.zero_()
+
+
+class Chain:
+    """A `Lane` of graphs. Every method may raise `NotCapturable`; the text then has to be read by another lane."""
+
+    at_once = 2  # drafts that are started before anything is waited for
+    lag = 1  # a draft's confidence is read while the next one runs
+    runs_ahead = True
+
+    def __init__(
+        self,
+        stack: Stack,
+        plan: Plan,
+        repairs: Repairs,
+        compiled: CompiledLayers | None,
+        short_head: ShortHead | None,
+        pace: Pace,
+        positions: int,
+    ) -> None:
+        room = self.room_for(positions)
+        self.passes = PassGraphs(stack, plan, repairs, compiled, batch=1, rooms=[room] * stack.num_layers)
+        self.short_head = short_head
+        self.pace = pace
+        self.window = window = Window(self.passes.tokens.device)
+        self.passes.changing += [window.ids, window.drafted, window.base, window.confidences, window.turn]
+        self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
+        self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
+        self._turn = 0
+
+    @staticmethod
+    def room_for(positions: int) -> int:
+        return room_for(positions + LONGEST + 1 + SIZES[-1], 1)
+
+    def fits(self, positions: int) -> bool:
+        """Whether a text of so many positions can be decoded in the same room, with the same graphs."""
+        return self.room_for(positions) <= self.passes.room
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.passes.cache_bytes
+
+    def read(self, text: Sequence[int]) -> torch.Tensor:
+        passes = self.passes
+        self._arrivals, self._turn = [], 0
+        self._underway.clear()
+        return passes.run([Part(0, 0, text, passes.plan.num_layers, passes.plan)]).logits
+
+    def begin(self, token: int) -> None:
+        window = self.window
+        window.ids[:, 0] = token
+        window.drafted.zero_()
+        window.base.fill_(self.passes.filled)
+        window.turn.zero_()
+
+    def offer(self, drafts: Sequence[int]) -> None:
+        window, count = self.window, len(drafts)
+        window.given[:count] = torch.tensor(drafts)
+        window.ids[0, 1 : count + 1].copy_(window.given[:count], non_blocking=True)  # the last ones have been read
+        window.drafted.fill_(count)
+
+    def draft(self, depth: int, step: int) -> None:
+        bucket = bucket_for(self._at_most + step + 1)
+        key = ("draft", depth, bucket)
+        if key not in self.passes.graphs.by_key:
+            captured = self.passes.graph(key, depth, bucket, lambda: self._draft(bucket))
+            if seconds := self._time(captured):
+                self.pace.takes_to_draft(depth, seconds)
+        self.passes.graphs.by_key[key].graph.replay()
+        self._arrivals[step:] = [self._now()]
+
+    def confidence(self, step: int) -> float:
+        arrival = self._arrivals[step]
+        if arrival is not None:
+            arrival.synchronize()
+        return float(self.window.confidences_read[self._turn, step])
+
+    def verify(self, width: int) -> None:
+        size = next(size for size in SIZES if size > width)
+        bucket = bucket_for(self._at_most + size)
+        key = ("verify", size, bucket)
+        if key not in self.passes.graphs.by_key:
+            rows: Rows = "few" if size > 1 else "one"
+            layers = self.passes.stack.num_layers
+            captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket), rows)
+            if seconds := self._time(captured):
+                self.pace.takes_to_verify(size, seconds)
+        self.passes.graphs.by_key[key].graph.replay()
+        self._underway.append((size, self._now()))
+
+    @property
+    def _at_most(self) -> int:
+        """Positions that may be filled once all verifications that are under way have ended."""
+        return self.passes.filled + sum(size for size, _ in self._underway)
+
+    def collect(self) -> tuple[list[int], list[float]]:
+        _, end = self._underway.popleft()
+        if end is not None:
+            end.synchronize()
+        kept, *said = self.window.answers_read[self._turn].tolist()
+        confidences = self.window.confidences_read[self._turn].tolist()
+        self._turn = (self._turn + 1) % TURNS
+        self.passes.cache.clock.filled += kept
+        return said[:kept], confidences
+
+    @property
+    def window_seconds(self) -> float | None:
+        """Windows overlap, so none has a time of its own; their parts are timed where they are captured."""
+        return None
+
+    def _now(self) -> torch.cuda.Event | None:
+        if not self.window.ids.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _time(self, captured: Captured) -> float | None:
+        """How long a pass takes on this machine: windows are chosen by that."""
+        if not self.window.ids.is_cuda:
+            return None
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        seconds = []
+        for _ in range(4):
+            with self.passes.unchanged():
+                begin.record()
+                captured.graph.replay()
+                end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1000)
+        return min(seconds)
+
+    def _draft(self, bucket: int) -> torch.Tensor:
+        """One draft behind the last one, and how sure it is."""
+        window, short, passes = self.window, self.short_head, self.passes
+        position = window.base + window.drafted
+        passes.cache.on_device(position, bucket)
+        ids = window.ids.gather(1, window.drafted.unsqueeze(0))
+        mask = passes.mask(bucket, position)
+        with contextlib.ExitStack() as undo:
+            if short is not None:
+                undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
+            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, position.unsqueeze(0), short=short)[
+                :, -1
+            ]
+        rows = None if short is None else short.ids
+        passes.as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
+        window.confidences_host.copy_(window.confidences, non_blocking=True)
+        return logits
+
+    def _verify(self, size: int, bucket: int) -> torch.Tensor:
+        """The full model on the window; what it keeps moves the window on."""
+        window, passes = self.window, self.passes
+        positions = window.base + window.steps[:size]
+        passes.cache.on_device(window.base, bucket, positions)
+        ids = window.ids[:, :size].clone()
+        mask = passes.mask(bucket, positions)
+        logits: Any = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, positions.unsqueeze(0), keep=size)
+        take_over = passes.as_few_kernels(take_verified)
+        said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
+        take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
+        window.answers_host.copy_(window.answers, non_blocking=True)
+        return logits

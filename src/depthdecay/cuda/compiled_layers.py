@@ -1,0 +1,109 @@
+"""Layers compiled once a kind, with our own kernels: weights and cache are inputs, so all layers of a kind share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ..devices import overlaps_kernels
+from ..overlap import can_wait_first, waiting_first
+from ..patches import patched, replaced_each
+from ..repairs import repaired_at_once
+from ..stack import LayerPass, Stack
+
+# What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch.
+Rows = Literal["one", "few", "many"]
+
+
+def inductor_options(rows: Rows = "one") -> dict[str, Any]:
+    """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
+    from ..gemv import GemvPass
+
+    if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
+        return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
+    overlap = overlaps_kernels()
+    kernels = GemvPass(overlap, few=rows == "few")
+    return {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap and can_wait_first()}
+
+
+@dataclass
+class CompiledLayers:
+    """One torch.compile per kind of layer, and for what stands beside them."""
+
+    kinds: dict[tuple[type, int | None, Rows], Any] = field(default_factory=dict)
+    functions: dict[Any, Any] = field(default_factory=dict)
+
+    def layer(self, stack: Stack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer; all layers must have one index meanwhile, and its own cache be its whole cache."""
+        layer = stack.layers[index]
+        kind = (type(layer), stack.windows[index], rows)
+        if kind not in self.kinds:
+            self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options(rows))
+        return self.kinds[kind](layer, *args, **kwargs)
+
+    def function(self, plain: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        """A function of many small steps as a few kernels: in a shallow pass small kernels are a sixth of the time."""
+        if plain not in self.functions:
+            self.functions[plain] = torch.compile(plain, dynamic=dynamic, options=inductor_options())
+        compiled: Callable[..., Any] = self.functions[plain]
+        return compiled
+
+    def repair(self, repair: Any) -> Any:
+        """A repair map as one compiled function that all maps share, for each of their few shapes."""
+        compiled = self.function(repaired_at_once, dynamic=False)
+        return lambda hidden: compiled(hidden, *repair.parts_at_once)
+
+    @contextlib.contextmanager
+    def routed(self, stack: Stack, layer_pass: LayerPass, cache: Any, own: list[Any], rows: Rows) -> Iterator[None]:
+        """While open, a pass runs its layers, its repairs and what stands beside them compiled.
+
+        `own`: what each layer is given in the place of the whole cache, of which it would use layer 0's.
+        """
+
+        def run_layer(index: int, _layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args, kwargs = one_cache(args, kwargs, cache, own[index])
+            return self.layer(stack, index, rows, args, kwargs)
+
+        plain = layer_pass.repairs
+        with one_index(stack.layers), waiting_first(), self._beside(stack):
+            layer_pass.run_layer = run_layer
+            layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
+            try:
+                yield
+            finally:
+                layer_pass.run_layer = None
+                layer_pass.repairs = plain
+
+    @contextlib.contextmanager
+    def _beside(self, stack: Stack) -> Iterator[None]:
+        """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding."""
+        with contextlib.ExitStack() as undo:
+            for module in stack.owner.children():
+                if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
+                    forward = functools.partial(self.function(type(module).forward), module)
+                    undo.enter_context(patched(module, "forward", forward))
+            yield
+
+
+def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: Any) -> Any:
+    """What a layer is called with, its own part in the place of the whole cache."""
+    if sum(value is cache for value in (*args, *kwargs.values())) != 1:  # architectures name the argument differently
+        raise RuntimeError("a layer does not take the cache as one argument")
+    return (
+        tuple(own if value is cache else value for value in args),
+        {name: own if value is cache else value for name, value in kwargs.items()},
+    )
+
+
+@contextlib.contextmanager
+def one_index(layers: Iterable[Any]) -> Iterator[None]:
+    """While open, all layers have the same index, so that one compilation serves all."""
+    indexed = [m for layer in layers for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)]
+    # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
+    with replaced_each(indexed, "layer_idx", [0] * len(indexed)), torch._dynamo.config.patch(recompile_limit=64):
+        yield

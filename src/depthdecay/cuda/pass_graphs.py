@@ -1,0 +1,249 @@
+"""Passes as CUDA graphs of a whole pass: one text, or several in lock-step, with keys and values side by side.
+
+A graph is captured when a pass first needs it, one for each depth, number of tokens and bucket of positions. It reads
+tokens and positions on the device and advances them itself, so the host only says which graph is next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..attention import attention_in_steps
+from ..cache import OneLayer, PlannedCache, Prompt, bucket_for
+from ..errors import NotCapturable
+from ..plan import Plan
+from ..repairs import Repairs
+from ..runners.contract import Part, Said
+from ..stack import LayerPass, Stack, primary_device
+from .capture import Graphs, require_alike
+from .compiled_layers import CompiledLayers, Rows
+
+if TYPE_CHECKING:
+    from ..speculative.short_head import ShortHead
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph: Any
+    executed: tuple[int, ...]  # the layers that it runs
+
+
+def whole_mask(padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Which positions each query sees (batch, 1, queries, positions): those up to its own column, but no padding."""
+    places = torch.arange(padding.shape[1], device=padding.device)
+    return (places <= columns.unsqueeze(1)) & (padding != 0)[:, None, None, :]
+
+
+class PassGraphs:
+    """A `Runner` for texts that go on in lock-step: their prompts, then single tokens at one depth.
+
+    Where a model cannot be captured (a layer that synchronises), steps go on eagerly, and a warning says so.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        plan: Plan,
+        repairs: Repairs,
+        compiled: CompiledLayers | None,
+        *,
+        batch: int,
+        rooms: Sequence[int],
+    ) -> None:
+        self.stack = stack
+        self.plan = plan
+        self.repairs = repairs
+        self.graphs = Graphs(compiled)
+        self.cache = PlannedCache(list(rooms), stack.windows)
+        self.layer_pass = LayerPass()
+        self.takes_whole_masks = stack.takes_whole_masks
+        # Tensors that graphs have captured must stay where they are: made once and then refilled.
+        device = primary_device(stack.model)
+        self.batch, self.room = batch, max(rooms)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=device)
+        self.likeliest = self.tokens[:, 0]
+        self.position_ids = torch.zeros((batch, 1), dtype=torch.long, device=device)
+        self.padding = torch.ones((batch, self.room), dtype=torch.bool, device=device)
+        self.logits: torch.Tensor | None = None
+        self.changing = [self.position, self.tokens, self.position_ids]  # by passes, besides what they write anew
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    @property
+    def cache_bytes_uniform(self) -> int:
+        return self.cache.nbytes_uniform
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Whether so many positions of each layer fit."""
+        return all(need <= layer.room for need, layer in zip(needs, self.cache.planned, strict=True))
+
+    @property
+    def filled(self) -> int:
+        return self.cache.clock.filled
+
+    @torch.no_grad()
+    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+        if fed is None:
+            return self._read([list(part.tokens) for part in parts])
+        if fed is not self.likeliest:
+            self.likeliest.copy_(fed)
+        return self._step(parts[0].depth)
+
+    def _read(self, prompts: list[list[int]]) -> Said:
+        """The prompts, padded on the left, through all layers by the model's own forward."""
+        prompt = Prompt.pad(prompts, 0, self.tokens.device)
+        self.cache.clock.filled = 0
+        self.cache.on_device(None)
+        self.position.fill_(prompt.length)
+        self.position_ids.copy_(prompt.position_ids[:, -1:] + 1)
+        # Always given to steps, also where nothing is padded: some models otherwise read a length off the device.
+        self.padding.fill_(True)
+        if prompt.mask is not None:
+            self.padding[:, : prompt.length] = prompt.mask.bool()
+        return self._eagerly(self.plan.num_layers, prompt.ids, prompt.mask, prompt.position_ids)
+
+    def _step(self, depth: int) -> Said:
+        bucket = bucket_for(self.filled + 1)
+        try:
+            captured = self.graph(("step", depth, bucket), depth, bucket, lambda: self._one_token(bucket))
+        except NotCapturable:
+            padding = self.padding[:, : self.filled + 1].long()
+            self.position += 1
+            self.position_ids += 1
+            return self._eagerly(depth, self.tokens, padding, self.position_ids - 1)
+        captured.graph.replay()
+        self.cache.clock.filled += 1
+        assert self.logits is not None
+        return Said(self.logits, self._tokens_run(captured.executed, self.batch), likeliest=self.likeliest)
+
+    def _tokens_run(self, executed: Sequence[int], tokens: int) -> list[int]:
+        counts = [0] * self.stack.num_layers
+        for layer in executed:
+            counts[layer] += tokens
+        return counts
+
+    def _eagerly(self, depth: int, ids: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> Said:
+        self.go_to(depth)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, position_ids)[:, -1]
+        self.cache.clock.filled += ids.shape[1]
+        return Said(logits, self._tokens_run(self.layer_pass.executed, ids.numel()))
+
+    def go_to(self, depth: int) -> None:
+        """The next pass runs at this depth."""
+        self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
+        self.layer_pass.repairs = self.repairs.at(depth)
+        self.layer_pass.executed.clear()
+
+    def _one_token(self, bucket: int) -> torch.Tensor:
+        """The body of a step: every text's next token, which the graph then feeds to itself."""
+        mask = self.mask(bucket, self.position)
+        logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids)[:, -1]
+        if self.logits is None:
+            self.logits = torch.empty_like(logits)
+        self.logits.copy_(logits)
+        # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
+        self.tokens.copy_(logits.argmax(dim=-1, keepdim=True))
+        self.position += 1
+        self.position_ids += 1
+        return logits
+
+    def graph(
+        self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], torch.Tensor], rows: Rows = "one"
+    ) -> Captured:
+        """The graph of a pass, captured now if none has been yet. `body` runs it and gives its logits."""
+        if key not in self.graphs.by_key:
+            with self.stack.exclusive():
+                captured = self.graphs.attempt(lambda: self._capture(depth, bucket, body, rows))
+            self.graphs.by_key[key] = captured
+        found: Captured = self.graphs.by_key[key]
+        return found
+
+    def _capture(self, depth: int, bucket: int, body: Callable[[], torch.Tensor], rows: Rows) -> Captured:
+        def plain() -> torch.Tensor:
+            self.go_to(depth)
+            with self._decoding_layout(bucket):
+                return body()
+
+        def run() -> torch.Tensor:
+            self.go_to(depth)
+            with self._decoding_layout(bucket), self._compiled(rows):
+                return body()
+
+        def warm_up() -> None:
+            """Ahead of the capture; the first compiled pass of a kind is held against the plain layers.
+
+            Compiled layers all have the same index, and one that used it for more than the cache would be wrong
+            without a word.
+            """
+            if self.graphs.compiled is None:
+                if self.graphs.capturer.pool is None:
+                    self._without_a_trace(plain)
+                return
+            if rows in self.graphs.compared:
+                self._without_a_trace(run)
+                return
+            expected = self._without_a_trace(plain)
+            require_alike(self._without_a_trace(run), expected, "compiled layers")
+            self.graphs.compared.add(rows)
+
+        graph = self.captured(warm_up, run)
+        return Captured(graph, tuple(self.layer_pass.executed))
+
+    def captured(self, warm_up: Callable[[], None], run: Callable[[], torch.Tensor]) -> Any:
+        return self.graphs.capture(warm_up, lambda: (run(), None)[1])
+
+    def _without_a_trace(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self.unchanged():
+            return run().clone()
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Passes inside leave no trace; keys and values that they write will be written again."""
+        before = [tensor.clone() for tensor in self.changing]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(self.changing, before, strict=True):
+                tensor.copy_(value)
+
+    @contextlib.contextmanager
+    def _decoding_layout(self, bucket: int) -> Iterator[None]:
+        """Passes inside go by the device's clock, over the first `bucket` positions."""
+        optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
+        self.cache.on_device(self.position, bucket)
+        try:
+            with optimise(), attention_in_steps(self.stack):
+                yield
+        finally:
+            self.cache.on_device(None)
+
+    @contextlib.contextmanager
+    def _compiled(self, rows: Rows) -> Iterator[None]:
+        """Compiled layers, where asked for."""
+        if self.graphs.compiled is None:
+            yield
+            return
+        own = [OneLayer(layer) for layer in self.cache.planned]
+        with self.graphs.compiled.routed(self.stack, self.layer_pass, self.cache, own, rows):
+            yield
+
+    def mask(self, bucket: int, columns: torch.Tensor) -> torch.Tensor:
+        """What the model is given to mask by; from padding alone it makes the rest itself, in a dozen small kernels."""
+        padding = self.padding[:, :bucket]
+        if not self.takes_whole_masks:
+            return padding
+        mask: torch.Tensor = self.as_few_kernels(whole_mask)(padding, columns)
+        return mask
+
+    def as_few_kernels(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled wherever layers are: generated kernels are safe to overlap only if they are made in that place."""
+        inside = self.layer_pass.run_layer is not None
+        return self.graphs.compiled.function(plain) if inside and self.graphs.compiled is not None else plain

@@ -1,0 +1,91 @@
+"""Changes to what is not ours, for a while: set, used, and put back exactly as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from .errors import DepthDecayError
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def replaced_each(objects: Sequence[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
+    """Set an attribute on each object and afterwards leave their __dict__s exactly as they were."""
+    before = [obj.__dict__.get(name, _MISSING) for obj in objects]
+    try:
+        for obj, value in zip(objects, values, strict=True):
+            obj.__dict__[name] = value
+        yield
+    finally:
+        for obj, value in zip(objects, before, strict=True):
+            _put_back(obj, name, value)
+
+
+def replaced(obj: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    """The same for one object."""
+    return replaced_each([obj], name, [value])
+
+
+def _put_back(obj: Any, name: str, before: Any) -> None:
+    if before is _MISSING:
+        obj.__dict__.pop(name, None)
+    else:
+        obj.__dict__[name] = before
+
+
+class Patch:
+    """A function in the place of a method, that looks like it but refuses to be copied along with the model.
+
+    A copied function would go on calling the original model, with the original's weights.
+    """
+
+    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.function = function
+        self.__wrapped__ = original  # by which its signature is found: transformers reads what a forward accepts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise DepthDecayError("the model cannot be copied while depth decay is applied to it; leave the block first")
+
+    def __reduce__(self) -> Any:
+        raise DepthDecayError("the model cannot be pickled while depth decay is applied to it; leave the block first")
+
+
+def patched(obj: Any, name: str, function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Put a function in the place of a method for a while."""
+    return replaced(obj, name, Patch(function, getattr(obj, name)))
+
+
+class SharedPatch:
+    """A change to what the whole process shares: made by the first who needs it, undone by the last.
+
+    Two threads that each replaced and restored the name would put back each other's. So what is put in its place must
+    be right for everybody while it is there.
+    """
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        """`change` makes the change and returns what undoes it."""
+        self._change = change
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._undo = self._change()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._undo()

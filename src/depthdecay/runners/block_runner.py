@@ -1,0 +1,96 @@
+"""The fastest way there is to run a pass over keys and values in blocks, and what is left where that one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..errors import NotCapturable
+from ..repairs import Repairs
+from ..stack import Stack
+from .blocks import Blocks
+from .contract import Part, Said
+from .forward import ForwardRunner
+
+if TYPE_CHECKING:
+    from ..cpu.rows import CompiledRows
+    from ..cuda.compiled_layers import CompiledLayers
+    from ..cuda.layer_graphs import LayerGraphs
+    from ..speculative.short_head import ShortHead
+
+Found = TypeVar("Found")
+
+
+class BlockRunner:
+    """A `Runner`: compiled calls on a CPU, graphs on CUDA, else (and for many tokens) the model's own forward."""
+
+    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs) -> None:
+        self.stack = stack
+        self.blocks = blocks
+        self.repairs = repairs
+        self.forward = ForwardRunner(stack, blocks, repairs)
+        self.compiled: CompiledRows | None = None
+        self.graphs: LayerGraphs | None = None  # until something cannot be captured
+        if stack.has_compiled_pass:
+            from ..cpu.rows import CompiledRows
+
+            self.compiled = CompiledRows.of(stack, blocks, repairs)
+
+    def use_graphs(self, compiled: CompiledLayers | None, tokens: int) -> None:
+        """Run passes over at most so many tokens as CUDA graphs of their layers."""
+        from ..cuda.layer_graphs import LayerGraphs
+
+        self.compiled = None
+        self.graphs = LayerGraphs(self.stack, self.blocks, self.repairs, tokens, compiled)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.blocks.nbytes
+
+    @property
+    def cache_bytes_uniform(self) -> int:
+        return self.blocks.nbytes_uniform
+
+    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+        tokens = 0
+        for part in parts:
+            tokens += len(part.tokens)
+            self.blocks.make_room(part)
+        if self.compiled is not None and self.compiled.takes(tokens):
+            return self.compiled.run(parts, fed=fed, short=short)
+        if self.graphs is not None and fed is None and self.graphs.takes(tokens):
+            said = self._by_graphs(parts)
+            if said is not None:
+                return said
+        return self.forward.run(parts, fed=fed, short=short)
+
+    def capture_ahead(self) -> None:
+        """Capture what steps will need, where they run as graphs."""
+        if self.graphs is not None:
+            self._attempt(self.graphs.capture_layers)
+
+    def _by_graphs(self, parts: Sequence[Part]) -> Said | None:
+        """None where the pass has to run eagerly. The first one is held against an eager pass."""
+        from ..cuda.capture import require_alike
+
+        graphs = self.graphs
+        assert graphs is not None
+
+        def run() -> Said:
+            said = graphs.run(parts)
+            if not graphs.graphs.compared:
+                require_alike(said.logits, self.forward.run(parts).logits, "graphs of layers")
+                graphs.graphs.compared.add("pass")
+            return said
+
+        return self._attempt(run)
+
+    def _attempt(self, run: Callable[[], Found]) -> Found | None:
+        assert self.graphs is not None
+        try:
+            return self.graphs.graphs.attempt(run)
+        except NotCapturable:
+            self.graphs = None
+            return None
