@@ -65,6 +65,23 @@ def test_dtype(tmp_path: Path, asked: str | None, given: str) -> None:
     assert models.load(str(tmp_path), device="cpu", dtype=asked).model.dtype == getattr(torch, given)
 
 
+def test_a_model_of_the_hub_is_told_by_its_commit(
+    tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for its weights lies under this key; with none, nothing is kept."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    keys = []
+    for commit in ("a" * 40, "b" * 40):
+        save_llama(repository / "snapshots" / commit)
+        (repository / "refs" / "main").write_text(commit)
+        origin = models.load("someone/tiny", device="cpu").origin
+        assert origin is not None
+        keys.append(origin.key)
+    assert len(set(keys)) == 2
+
+
 def test_progress_is_told_in_single_lines(tmp_path: Path) -> None:
     save_llama(tmp_path)
     said: list[str] = []

@@ -211,7 +211,7 @@ def _load_gguf(
 def _origin(folder: Path | None, name: str, network: Any) -> Origin | None:
     if folder is not None:
         return Origin.of_folder(folder, network.dtype)
-    return Origin.of_hub(name, getattr(network.config, "_commit_hash", None), network.dtype)
+    return Origin.of_hub(name, network.dtype)
 
 
 def _load_folder_or_hub(

@@ -28,9 +28,15 @@ class Origin:
         return cls(_digest(str(folder.resolve()), told, dtype))
 
     @classmethod
-    def of_hub(cls, name: str, commit: str | None, dtype: Any) -> Origin | None:
-        """A model of the Hub at one commit."""
-        return None if commit is None else cls(_digest(name, commit, dtype))
+    def of_hub(cls, name: str, dtype: Any) -> Origin | None:
+        """A model of the Hub at the commit that its cache holds; None where the cache has none.
+
+        Asked of the cache: newer versions of transformers no longer write the commit into a model's configuration.
+        """
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(name, "config.json")
+        return cls(_digest(name, Path(file).parent.name, dtype)) if isinstance(file, str) else None
 
 
 def _digest(*parts: Any) -> str:
