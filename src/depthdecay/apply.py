@@ -13,6 +13,7 @@ from typing import Any
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
+from . import internals
 from .errors import DepthDecayError
 from .patches import patched, replaced
 from .plan import Plan
@@ -61,7 +62,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             undo.enter_context(patched(module, "forward", driver.wrap_forward(module)))
         for name, wrap in (
             ("generate", driver.wrap_generate),
-            ("_prefill", driver.wrap_prefill),
+            (internals.PREFILL, driver.wrap_prefill),
             ("prepare_inputs_for_generation", driver.wrap_prepare),
             ("generate_batch", _refuse_generate_batch),
             # A compiled call would freeze the depth of the step that it was traced at.
@@ -109,7 +110,8 @@ class _Driver:
             given = signature.bind_partial(*args, **kwargs).arguments
             options = {**given.pop("kwargs", {}), **given}
             options.pop("inputs", None)
-            config, _ = self.stack.model._prepare_generation_config(options.pop("generation_config", None), **options)
+            given_config = options.pop("generation_config", None)
+            config = internals.completed_generation_config(self.stack.model, given_config, **options)
             mode = config.get_generation_mode(options.get("assistant_model"))
             name = "a custom generate" if options.get("custom_generate") else mode.value.replace("_", " ")
             if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or options.get("custom_generate"):

@@ -12,6 +12,7 @@ import torch
 from .apply import applied
 from .engine import Engine
 from .errors import DepthDecayError
+from .internals import forward_hooks
 from .plan import Plan
 from .stack import Stack
 
@@ -174,7 +175,7 @@ def model_state(model: Any) -> dict[str, Any]:
         state[f"attributes of {name or 'the model'}"] = frozenset(own)
         # Methods that hide the class's own; transformers, accelerate and PEFT put some there, which must stay.
         state[f"methods of {name or 'the model'}"] = {key: id(value) for key, value in own.items() if callable(value)}
-        state[f"hooks of {name or 'the model'}"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
+        state[f"hooks of {name or 'the model'}"] = forward_hooks(module)
         state[f"training flag of {name or 'the model'}"] = module.training
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         state[f"tensor {name}"] = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), _checksum(tensor))

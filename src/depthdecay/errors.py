@@ -13,6 +13,10 @@ class PlanMismatchError(DepthDecayError):
     """A plan was made for another model than the one it is applied to."""
 
 
+class MissingNameError(DepthDecayError):
+    """A library's version lacks a private name that depthdecay is built on."""
+
+
 class UnsupportedModelError(DepthDecayError):
     """The model has a shape that depth decay cannot run correctly, so it is refused."""
 

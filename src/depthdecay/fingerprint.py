@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .internals import COMPILED_PART, uncompiled
+
 SAMPLES = 64
 # A Weyl sequence spreads over a tensor without a period; equal steps would fall into one column of a matrix whose row
 # length divides the step, and a column can be dead.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 _ADAPTER = re.compile(r"(^|\.)(lora_|ia3_|oft_|vera_|hada_|lokr_|prompt_encoder|modules_to_save)")
-_WRAPPER = re.compile(r"(^|\.)(_orig_mod|base_layer|original_module)(?=\.)")
+_WRAPPER = re.compile(rf"(^|\.)({COMPILED_PART}|base_layer|original_module)(?=\.)")
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.(.+)$")
 _ATTENTION = re.compile(r"attn|attention")
 _MLP = re.compile(r"mlp|ffn|feed_forward|experts|moe|(^|\.)(fc|dense|w)_?\d")
@@ -29,7 +31,7 @@ def weight_samples(model: Any) -> dict[str, list[float]]:
 
 def base_model(model: Any) -> Any:
     """The Hugging Face model inside what torch.compile or PEFT put around it."""
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 

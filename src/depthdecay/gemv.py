@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from . import internals
 from . import overlap as waiting
 
 try:
@@ -236,7 +236,10 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
     return x.new_empty((tiling(weights).parts, x.shape[0], rows), dtype=torch.float32)
 
 
-class GemvPass(CustomGraphPass):
+_GraphPass: Any = internals.graph_pass_class()
+
+
+class GemvPass(_GraphPass):
     """Replaces matrix products with one row by `gemv`, those that share their input by one call.
 
     With `few`, those with several rows are replaced too, by `few`: only for passes that never have more than 16.
@@ -257,8 +260,8 @@ class GemvPass(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files(
-            (__file__, waiting.__file__),  # whose place in generated kernels no other key tells
+        return internals.files_key(
+            (__file__, waiting.__file__, internals.__file__),  # the last two say where generated kernels wait
             extra=f"{self.overlap} {self.few} {FEW_COLUMNS} {FEW_STAGES} {PROGRAMS} {MOST_PARTS} {MOST_TILE}",
         )
 

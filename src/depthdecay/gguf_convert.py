@@ -95,7 +95,7 @@ def convert(path: Path, reader: Any, folder: Path, dtype: torch.dtype) -> None:
     if quantizer is not None:
         # The weights are plain by now, but save_pretrained refuses whatever was read through a GGUF quantizer.
         quantizer.remove_quantization_config(model)
-    model.config._name_or_path = path.name
+    model.config.name_or_path = path.name
     ends = repair_tokenizer(tokenizer, reader)
     model.generation_config.eos_token_id = ends or model.generation_config.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteriaList
 
-from .errors import ContextError, DepthDecayError, one_line
+from .errors import ContextError, DepthDecayError, MissingNameError, one_line
+from .internals import completed_generation_config
 from .prompts import as_batch, plain, token_ids
 from .schedule import whole_number
 from .speculative.gain import LONGEST
@@ -224,11 +225,13 @@ def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) ->
     }
     try:
         # What nobody has said is left to transformers' own defaults.
-        config, _ = model._prepare_generation_config(None, **said)
+        config = completed_generation_config(model, None, **said)
         config.eos_token_id = chosen["eos_token_id"]
         for name in () if sampling else _SAMPLING:
             setattr(config, name, None)
         mode = config.get_generation_mode()
+    except MissingNameError:
+        raise
     except (TypeError, ValueError) as error:
         raise DepthDecayError(f"the model's generation_config is not usable: {one_line(error)}") from error
     if mode not in ("greedy_search", "sample"):

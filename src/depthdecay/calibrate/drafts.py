@@ -15,6 +15,7 @@ import torch
 from depthdecay.attention import replaced_attention, scaling_of
 from depthdecay.cache import PlannedCache
 from depthdecay.calibrate.recording import Batch, Recording
+from depthdecay.internals import attention_name
 from depthdecay.patches import replaced
 from depthdecay.stack import Stack
 
@@ -25,7 +26,7 @@ def can_simulate_drafts(stack: Stack) -> bool:
     """Whether attention can be taken over: models that call torch's, with nothing special about it."""
     config = _config(stack)
     plain = getattr(config, "attn_logit_softcapping", None) is None
-    return plain and getattr(config, "_attn_implementation", None) == "sdpa"
+    return plain and attention_name(config) == "sdpa"
 
 
 def _config(stack: Stack) -> Any:

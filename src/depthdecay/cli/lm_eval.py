@@ -14,6 +14,7 @@ import typer
 
 from depthdecay.cli import options as opt
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.internals import lm_eval_command_line
 from depthdecay.lm_eval.gsm8k import find_files, read_problems
 
 if TYPE_CHECKING:
@@ -63,13 +64,11 @@ def lm_eval(
 
 def _parse(words: list[str]) -> Namespace:
     """lm-eval's own parser, which reads sys.argv and explains itself in a page of usage; we keep its last line."""
-    from lm_eval._cli import HarnessCLI
-
     before, sys.argv = sys.argv, ["lm-eval", "run", "--model", "depthdecay", *words]
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return HarnessCLI().parse_args()
+            return lm_eval_command_line().parse_args()
     except SystemExit:
         reason = (said.getvalue().strip().splitlines() or [""])[-1].partition("error: ")[2]
         raise DepthDecayError(f"lm-eval does not take this: {reason}") from None
@@ -99,7 +98,6 @@ def _choose_tasks(arguments: Namespace, data: str | None) -> None:
 
 
 def _run(arguments: Namespace, device: str | None) -> None:
-    from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
     import depthdecay.lm_eval.model  # noqa: F401  registers itself: lm-eval looks for no models elsewhere
@@ -108,7 +106,7 @@ def _run(arguments: Namespace, device: str | None) -> None:
     arguments.device = str(choose_device(device))  # where nobody says, lm-eval says cuda:0
     setup_logging()
     try:
-        HarnessCLI().execute(arguments)
+        lm_eval_command_line().execute(arguments)
     except (ValueError, AssertionError, KeyError) as error:
         if isinstance(error, DepthDecayError) or not _raised_by_lm_eval(error):
             raise

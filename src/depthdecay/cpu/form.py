@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from depthdecay.internals import forward_hooks
 from depthdecay.stack import Stack
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -102,10 +103,7 @@ def form_of(stack: Stack) -> Form:
 
 def hooked(stack: Stack) -> bool:
     """Whether somebody's code hangs on the model, which the compiled pass would not call."""
-    return any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        for module in stack.model.modules()
-    )
+    return any(any(forward_hooks(module)) or "forward" in module.__dict__ for module in stack.model.modules())
 
 
 def _layer(layer: nn.Module, index: int) -> LayerForm:
