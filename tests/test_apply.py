@@ -12,10 +12,18 @@ import torch
 from conftest import LAYERS, PROMPTS, tiny_config, tiny_model
 from reference import reference_tokens
 from test_engine import ORDERS, generate, plan_with
-from transformers import AutoModelForImageTextToText, DynamicCache, Gemma3Config, GenerationConfig, StaticCache
+from transformers import (
+    AutoModelForImageTextToText,
+    DynamicCache,
+    Gemma3Config,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import depthdecay as dd
-from depthdecay.errors import DepthDecayError, PlanMismatchError
+from depthdecay.errors import DepthDecayError, MissingNameError, PlanMismatchError
 
 
 def everything(model: Any) -> list[dict[str, Any]]:
@@ -269,6 +277,37 @@ def test_an_exception_restores_the_model() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert_same(model, before)
+
+
+@pytest.mark.parametrize("name", ["_prefill", "get_compiled_call"])
+def test_a_version_of_transformers_without_a_name_that_we_need_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the first, pieces of a prompt would run below full depth; without the second, one depth would stay."""
+    model = tiny_model()
+    before = everything(model)
+    monkeypatch.delattr(GenerationMixin if hasattr(GenerationMixin, name) else PreTrainedModel, name)
+    with (
+        pytest.raises(MissingNameError, match=rf"transformers 5\S+ has no LlamaForCausalLM\.{name}"),
+        dd.applied(model, plan_with(None)),
+    ):
+        raise AssertionError("never entered")
+    assert_same(model, before)
+
+
+def test_a_version_of_transformers_that_reads_prompts_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(self: Any, input_ids: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
+        return self(input_ids, past_key_values=kwargs["past_key_values"])
+
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "_sample", sample)
+    with (
+        dd.applied(model, plan_with(None)),
+        pytest.raises(MissingNameError, match="no longer reads a prompt in _prefill"),
+    ):
+        generate(model, PROMPTS[:1], 3)
+    with dd.applied(model, plan_with(None)):  # a pass outside of generate is the caller's own
+        model(torch.tensor(PROMPTS[:1]))
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -68,8 +68,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             # A compiled call would freeze the depth of the step that it was traced at.
             ("get_compiled_call", lambda _original: lambda *_args, **_kwargs: lm.__call__),
         ):
-            if hasattr(lm, name):
-                undo.enter_context(patched(lm, name, wrap(getattr(lm, name))))
+            undo.enter_context(patched(lm, name, wrap(internals.method(lm, name))))
         try:
             yield account
         finally:
@@ -86,6 +85,7 @@ def _refuse_generate_batch(_original: Callable[..., Any]) -> Callable[..., Any]:
 class _PerThread(threading.local):
     in_prompt = False
     in_pass = False
+    awaits_prompt = False  # generate has begun and has not yet read the prompt
 
 
 class _Driver:
@@ -123,14 +123,18 @@ class _Driver:
                 raise DepthDecayError("depth decay needs use_cache=True: without it every step would re-run all tokens")
             if config.cache_implementation == "paged":
                 raise DepthDecayError("depth decay does not work with the paged cache; leave cache_implementation out")
-            return generate(*args, **kwargs)
+            self.thread.awaits_prompt = True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.thread.awaits_prompt = False
 
         return checked_generate
 
     def wrap_prefill(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
         def full_depth_prefill(*args: Any, **kwargs: Any) -> Any:
             # Tells a prompt's last chunk, which may be one token, from a decoding step.
-            self.thread.in_prompt = True
+            self.thread.in_prompt, self.thread.awaits_prompt = True, False
             try:
                 return prefill(*args, **kwargs)
             finally:
@@ -154,6 +158,9 @@ class _Driver:
         def planned_forward(*args: Any, **kwargs: Any) -> Any:
             if self.thread.in_pass:
                 return forward(*args, **kwargs)
+            if self.thread.awaits_prompt:
+                # A later piece of the prompt could not be told from a step, and would run below full depth.
+                raise internals.unfit("transformers", f"no longer reads a prompt in {internals.PREFILL}")
             bound = signature.bind_partial(*args, **kwargs).arguments
             given = {**bound.get("kwargs", {}), **bound}
             with self.lock:

@@ -19,16 +19,21 @@ PREFILL = "_prefill"  # the method of a model in which generate reads the prompt
 COMPILED_PART = "_orig_mod"  # the name under which torch.compile keeps a module inside the one it puts around it
 
 
+def unfit(library: str, what: str) -> MissingNameError:
+    """The error for a version of a library that depthdecay cannot run on, by what is different in it."""
+    return MissingNameError(
+        f"{library} {version(library)} {what}, but depthdecay relies on it; "
+        f"install the version of {library} that constraints.txt names"
+    )
+
+
 def required(owner: Any, name: str, library: str) -> Any:
     """`owner.name`, or an error that says which version of which library has no such name."""
     try:
         return getattr(owner, name)
     except AttributeError:
         whose = getattr(owner, "__name__", type(owner).__name__)
-        raise MissingNameError(
-            f"{library} {version(library)} has no {whose}.{name}, which depthdecay relies on; "
-            f"install the version of {library} in constraints.txt"
-        ) from None
+        raise unfit(library, f"has no {whose}.{name}") from None
 
 
 def _imported(module: str, name: str, library: str) -> Any:
@@ -37,10 +42,7 @@ def _imported(module: str, name: str, library: str) -> Any:
     except ModuleNotFoundError as error:
         if not module.startswith(str(error.name)):
             raise  # what is missing is something that the module needs
-        raise MissingNameError(
-            f"{library} {version(library)} has no module {module}, which depthdecay relies on; "
-            f"install the version of {library} in constraints.txt"
-        ) from None
+        raise unfit(library, f"has no module {module}") from None
     return required(owner, name, library)
 
 
