@@ -122,6 +122,17 @@ def test_a_plan_gives_the_engines_text(tiny: str, tmp_path: Path, capsys: pytest
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("depth", [{}, {"alpha": "0.9"}])
+def test_lossless_mode_gives_full_depths_answers_and_names_what_drafts(tiny: str, depth: dict[str, str]) -> None:
+    asked = requests(CONTEXTS, max_gen_toks=24, until=[])
+    full, lossless = our_model(tiny), our_model(tiny, mode="lossless", **depth)
+    assert lossless.generate_until(asked, disable_tqdm=True) == full.generate_until(asked, disable_tqdm=True)
+    info = lossless.get_model_info()
+    assert info["depth_plan"] == lossless.engine.drafting_plan.describe() != full.get_model_info()["depth_plan"]
+    assert info["generated_tokens"] == full.get_model_info()["generated_tokens"] > 0
+
+
+@needs_lm_eval
 def test_a_stop_sequence_that_is_a_special_token_ends_the_answer(tiny: str) -> None:
     ours = our_model(tiny, batch_size=2)
     free = ours.generate_until(requests(CONTEXTS[:2], max_gen_toks=24, until=[]), disable_tqdm=True)

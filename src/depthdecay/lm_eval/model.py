@@ -15,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 
 from depthdecay.cli.options import DEFAULT_MODEL, ModelOptions, PlanOptions, open_engine
 from depthdecay.errors import DepthDecayError
+from depthdecay.plan import Plan
 
 # What lm-eval's class does with a model that is loaded already. The rest is about loading, which is ours.
 _PASSED_ON = (
@@ -106,6 +107,12 @@ class DepthDecayLM(HFLM):
             )
         return super()._loglikelihood_tokens(*args, **kwargs)
 
+    def _plan(self) -> Plan:
+        """By which tokens run: in lossless mode the one that drafts, which the engine makes where none was given."""
+        if self.mode == "lossless":
+            return self.engine.drafting_plan
+        return self.engine.plan if self.mode == "decay" and self.engine.plan is not None else self.engine.full_plan
+
     @property
     def layer_speedup(self) -> float:
         full = self.engine.stack.num_layers * self.generated_tokens
@@ -113,10 +120,8 @@ class DepthDecayLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the scores; asked for after the run, so what it took is in it."""
-        plan = self.engine.full_plan if self.mode == "full" else self.engine.plan
-        assert plan is not None
         return super().get_model_info() | {
-            "depth_plan": plan.describe(),
+            "depth_plan": self._plan().describe(),
             "generated_tokens": self.generated_tokens,
             "layers_executed": self.layers_executed,
             "layer_speedup": self.layer_speedup,
