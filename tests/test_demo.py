@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.demo import Timing, _warm_up_tokens, draw_depths
+from depthdecay.cli.options import DEFAULT_PLAN
+from depthdecay.demo import Timing, _warm_up_tokens, caveat, draw_depths
 from depthdecay.engine import Engine
+from depthdecay.schedule import PowerSchedule
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,32 @@ def test_picture_draws_any_length(tokens: int, tmp_path: Path) -> None:
     plan = Plan.decay(80, 0.99)
     draw_depths(plan.depths(tokens), 80, plan, "some/model").savefig(tmp_path / "p.png", dpi=40)
     assert (tmp_path / "p.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan.decay(30, "0.99"), "some/model · α = 0.99 · uncalibrated, middle-out"),
+        (Plan.load(DEFAULT_PLAN), "some/model · α = 0.998217 · 19 tokens of warm-up · calibrated, repaired"),
+        (
+            replace(Plan.load(DEFAULT_PLAN), repairs=None, schedule=PowerSchedule(30, "0.99", min_layers=22)),
+            "some/model · α = 0.99 · calibrated",
+        ),
+    ],
+)
+def test_the_picture_says_how_its_layers_were_chosen(plan: Plan, said: str) -> None:
+    figure = draw_depths(plan.depths(20), 30, plan, "some/model")
+    assert [text.get_text() for text in figure.axes[0].texts if "some/model" in text.get_text()] == [said]
+
+
+def test_quality_is_told_in_figures_only_where_this_schedule_was_measured() -> None:
+    stored = Plan.load(DEFAULT_PLAN)
+    other = replace(stored, schedule=PowerSchedule(30, "0.99", min_layers=22))
+    assert "87% of the time" in caveat(stored, stored)
+    for plan, known in ((other, stored), (other, None)):
+        assert "was measured" in caveat(plan, known)
+        assert "at this speed was not measured" in caveat(plan, known)
+    assert "uncalibrated" in caveat(Plan.decay(30, "0.99"), None)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,11 @@ UNSTEADY = (
 
 CALIBRATED = (
     "The two texts differ: a token that ran fewer layers may be another token. Which layers this plan drops was "
-    "measured, and maps repair what dropping them breaks; on held-out text it picks the full model's token "
-    "{agreement:.0%} of the time. A larger model has more layers to spare: depthdecay calibrate makes a plan for yours."
+    "measured, and maps repair what dropping them breaks; {how_good}. "
+    "A larger model has more layers to spare: depthdecay calibrate makes a plan for yours."
 )
+MEASURED = "on held-out text it picks the full model's token {agreement:.0%} of the time"
+RESCHEDULED = "how good it is at this speed was not measured"
 CAVEAT = (
     "The two texts differ: a token that ran fewer layers may be another token, and in a small model soon a worse one. "
     "This plan is uncalibrated: it drops layers from the middle outwards, by guess. depthdecay calibrate measures "
@@ -99,13 +101,17 @@ def demo(
     console.print(depth_curve(decay.depths, decay.num_layers, shallowest, min(console.width, 100), height=8))
     console.print(depth_legend(decay.depths, decay.num_layers, shallowest))
     console.print()
-    console.print(Text(caveat(plan), style="yellow"), soft_wrap=False)
+    console.print(Text(caveat(plan, stored), style="yellow"), soft_wrap=False)
     console.print(Text(save_picture(decay, plan, loaded.name, out), style="dim"))
 
 
-def caveat(plan: Plan) -> str:
-    measured = plan.notes.get("calibration", {})
-    return CALIBRATED.format(agreement=measured["agreement"]) if "agreement" in measured else CAVEAT
+def caveat(plan: Plan, stored: Plan | None) -> str:
+    """What to expect of the text: in figures where the plan runs as it was stored, since they are its own."""
+    measured = plan.notes.get("calibration")
+    if measured is None:
+        return CAVEAT
+    as_stored = stored is not None and stored.schedule == plan.schedule and "agreement" in measured
+    return CALIBRATED.format(how_good=MEASURED.format(**measured) if as_stored else RESCHEDULED)
 
 
 def _warm_up_tokens(engine: Engine, new_tokens: int) -> int:
@@ -254,4 +260,6 @@ def _subtitle(plan: Plan, model: str) -> str:
     words = [model, f"α = {settings['alpha']}"] if "alpha" in settings else [model]
     if settings.get("warmup_tokens"):
         words.append(f"{settings['warmup_tokens']} tokens of warm-up")
-    return " · ".join([*words, "uncalibrated, middle-out"])
+    if "calibration" not in plan.notes:
+        return " · ".join([*words, "uncalibrated, middle-out"])
+    return " · ".join([*words, "calibrated, repaired" if plan.repairs else "calibrated"])
