@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
+from depthdecay.cli.bench_kinds import KINDS
 from depthdecay.cli.chat import Conversation
 from depthdecay.cli.options import PlanOptions, plan_dict
 from depthdecay.cli.show import depth_curve, depth_legend, depth_style
@@ -548,6 +549,57 @@ def test_eval_knows_lossless_as_a_mode() -> None:
     assert "no --methods" in refused("eval", "--task", "gsm8k", "--mode", "lossless", "--methods", "full")
 
 
+@pytest.mark.parametrize(
+    ("kind", "ignored", "fitting"),
+    [
+        (["--shape", "tiny"], ["--quantize", "int4"], "a --model on a CPU"),
+        (["--shape", "tiny"], ["--threads", "2"], "a --model on a CPU"),
+        (["--shape", "tiny"], ["--limit", "5"], "--mode lossless and --prompts"),
+        (["--methods", "full"], ["--compared", "5"], "--mode lossless and --prompts"),
+        ([], ["--limit", "20"], "--mode lossless and --prompts"),  # also where it says what is so anyway
+        ([], ["--compared", "0"], "--mode lossless and --prompts"),
+        ([], ["--no-compile"], "--shape"),
+        (["--mode", "lossless", "--shape", "tiny"], ["--limit", "5"], "--mode lossless and --prompts"),
+        (["--mode", "lossless", "--shape", "tiny"], ["--peers", "none"], "--mode lossless and --prompts"),
+        (["--mode", "lossless", "--shape", "tiny"], ["--plan", "default"], "--mode lossless and --prompts"),
+        (["--mode", "lossless", "--shape", "tiny"], ["--new-tokens", "8"], "--mode lossless and --prompts"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--prompt-tokens", "8"], "--mode lossless and --shape"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--speedup", "1.1"], "--shape"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--rounds", "3"], "--shape"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--batch", "4"], "--shape"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--methods", "full"], "--shape"),
+        (["--mode", "lossless", "--prompts", "p.txt"], ["--threads", "2"], "a --model on a CPU"),
+    ],
+)
+def test_an_option_that_a_bench_would_ignore_is_refused(kind: list[str], ignored: list[str], fitting: str) -> None:
+    line = refused("bench", "--device", "cpu", *kind, *ignored)
+    assert f"{ignored[0].replace('--no-', '--')} does nothing in a bench of " in line
+    assert f"goes with {fitting}" in line or f" or with {fitting}" in line
+
+
+def test_every_option_of_bench_is_of_some_kind() -> None:
+    from typer.main import get_command
+
+    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    known = {"device", "json_file", "help"}.union(*(kind.takes for kind in KINDS))
+    assert {parameter.name for parameter in bench.params} - {"help"} == known - {"help"}
+
+
+def test_an_assistant_that_no_peer_uses_is_refused(prompts_file: str) -> None:
+    words = (
+        "bench",
+        "--mode",
+        "lossless",
+        "--prompts",
+        prompts_file,
+        "--peers",
+        "generate",
+        "--assistant",
+        "some/model",
+    )
+    assert "--peers generate leaves out" in refused(*words)
+
+
 def test_the_passes_of_a_shape_are_timed(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     result = run("bench", "--mode", "lossless", "--shape", "tiny", "--device", "cpu", "--json", str(file))
@@ -635,7 +687,6 @@ def test_settings_of_the_cpu_are_checked_before_a_model_is_loaded() -> None:
     for command in (("generate", "x"), ("chat",), ("info",), ("bench", "--device", "cpu")):
         assert "expected none, int8 or int4" in refused(*command, "--quantize", "int3")
         assert "--threads is 0" in refused(*command, "--threads", "0")
-    assert "--quantize is for --model" in refused("bench", "--shape", "tiny", "--device", "cpu", "--quantize", "int4")
 
 
 def test_info_says_how_passes_run(tiny: str) -> None:

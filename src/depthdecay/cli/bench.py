@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthdecay.cli import options as opt
+from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, refuse_ignored
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
 from depthdecay.schedule import whole_number
@@ -25,6 +26,7 @@ _PANEL = "Measurement"
 
 
 def bench(
+    context: typer.Context,
     shape: Annotated[
         str | None,
         typer.Option(help="Random weights in a true shape: llama-2-7b, llama-2-13b, llama-2-70b, qwen2.5-1.5b, tiny."),
@@ -81,14 +83,18 @@ def bench(
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
     if any(given is not None for given in (mode, prompts, task, peers, assistant)):
         if mode == "lossless" and shape is not None and prompts is None and model is None:
+            refuse_ignored(context, PASSES)
             _bench_step_costs(shape, device, dtype, prompt_tokens, compile, json_file)
             return
         if mode != "lossless" or prompts is None or shape is not None:
             raise DepthDecayError(
                 "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
             )
+        refuse_ignored(context, LOSSLESS)
         options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
         chosen = None if peers is None else [] if peers.strip() == "none" else [p.strip() for p in peers.split(",")]
+        if assistant is not None and chosen is not None and "assisted" not in chosen:
+            raise DepthDecayError(f"--assistant is for the peer assisted, which --peers {peers} leaves out")
         _bench_lossless(
             options,
             opt.PlanOptions(plan),
@@ -117,13 +123,11 @@ def bench(
         speedup = "1.25"
     plan_options = opt.PlanOptions(plan, alpha, speedup, over)
     if shape is None and methods is None and batch == 1 and dtype is None and _is_cpu(device):
+        refuse_ignored(context, PRECISIONS)
         options = opt.ModelOptions(model or opt.DEFAULT_MODEL, "cpu", quantize=quantize, threads=threads)
         _bench_cpu(options, plan_options, new_tokens, prompt_tokens, rounds, json_file)
         return
-    if quantize is not None:
-        raise DepthDecayError(
-            "--quantize is for --model on a CPU, one sequence at a time, without --methods or --dtype"
-        )
+    refuse_ignored(context, SPEED)
     stored = plan_options.load()
     with working("preparing …") as say:
         from transformers.utils import logging
