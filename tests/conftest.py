@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from depthdecay import gguf_convert, models
 
 # Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine take minutes.
 torch.set_num_threads(1)
+
+# The same examples in every run, and no deadlines: neither luck nor a busy machine decides whether a test passes.
+# `pytest --hypothesis-profile=default` looks for new examples.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 VOCABULARY = 97
 LAYERS = 8

@@ -33,7 +33,7 @@ def ladders(draw: st.DrawFn) -> Ladder:
     return Ladder(num_layers, tuple(order[: draw(st.integers(0, num_layers))]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ladders())
 def test_ladders_are_nested(ladder):
     everything = set(range(ladder.num_layers))

@@ -269,7 +269,7 @@ def test_defaults_keep_the_core():
     assert Plan.decay(12, 0.5, drop_order=range(12)).schedule.final_depth == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(6, 48), st.floats(1, 2.5), st.integers(8, 300), st.integers(0, 8))
 def test_for_speedup_reaches_what_was_asked_and_holds(num_layers, speedup, over_tokens, warmup):
     try:

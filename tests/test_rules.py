@@ -35,7 +35,7 @@ def test_rules_meet_the_budget(rule, speedup):
         assert speedup <= achieved < speedup + 0.005
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["constant", "unified", "early-exit", "shortgpt"]),
     st.floats(1, 2.5),

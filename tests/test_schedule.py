@@ -93,7 +93,7 @@ def test_alpha_means_its_shortest_decimal(alpha):
     assert PowerSchedule(100, alpha) == PowerSchedule(100, 0.7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 128), alphas, st.integers(0, 20), st.integers(1, 128), st.none() | st.integers(1, 70))
 @example(128, "0.5", 0, 1, None)
 @example(100, "0.1", 0, 1, None)
@@ -104,7 +104,7 @@ def test_power_equals_the_rule_walked_token_by_token(num_layers, alpha, warmup, 
     assert schedule.table(60) == naive_power(num_layers, alpha, warmup, min_layers, horizon, 60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules(), st.integers(1, 150))
 def test_every_schedule_keeps_the_contract(schedule, n):
     table = schedule.table(n)
@@ -224,7 +224,7 @@ def test_schedules_are_frozen_and_hashable():
     assert len({schedule, PowerSchedule(30, "0.990")}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(2, 60),
     st.decimals(1, 4, places=3),

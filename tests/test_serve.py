@@ -575,8 +575,9 @@ def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
         seen.set()
         assert server.worker.batcher.counters.tokens < 250
         assert "depthdecay_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
+        impatient = httpx.Timeout(PATIENCE, read=0.05)  # only for the answer: a busy machine is slow to accept
         with pytest.raises(httpx.ReadTimeout):  # one that does not stream, too
-            httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=0.05)
+            httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=impatient)
         until(server.is_clean)
 
 
@@ -802,7 +803,7 @@ def test_no_request_that_the_schema_allows_or_forbids_fails_the_server(small: Ru
     for found in schemathesis.openapi.from_url(f"{small.url}/openapi.json").get_all_operations():
         operation = found.ok()
 
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=40, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy(generation_mode=sense))
         def check(case: Any) -> None:
             response = case.call(timeout=PATIENCE)
