@@ -6,9 +6,7 @@ import csv
 import io
 import itertools
 import math
-import os
 import re
-import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import write_whole
 
 INK, GRID = "#3b4252", "#d8dde6"
 FIRST, SECOND = "#0072b2", "#d55e00"
@@ -294,7 +293,7 @@ def write_chart(folder: Path, chart: Chart) -> list[Path]:
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([chart.header, *chart.rows])
     contents = {"csv": table.getvalue().encode(), "png": _render(chart, "png"), "svg": _render(chart, "svg")}
-    return [write_whole(folder / f"{chart.name}.{ending}", content) for ending, content in contents.items()]
+    return [write_file(folder / f"{chart.name}.{ending}", content) for ending, content in contents.items()]
 
 
 def inline_svg(chart: Chart) -> str:
@@ -307,18 +306,11 @@ def inline_svg(chart: Chart) -> str:
     return re.sub(r'^(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", text))
 
 
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write beside the target and rename, so that nobody ever sees half a file."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+def write_file(path: Path, content: str | bytes) -> Path:
     try:
-        try:
-            draft.write_bytes(content)
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        return write_whole(path, content)
     except OSError as error:
         raise DepthDecayError(f"cannot write {path}: {error.strerror or error}") from None
-    return path
 
 
 def _render(chart: Chart, ending: str, transparent: bool = False) -> bytes:

@@ -1,7 +1,9 @@
-"""Paths as people type them."""
+"""Paths as people type them, and files that are whole or not there."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 from depthdecay.errors import DepthDecayError
@@ -25,3 +27,20 @@ def make_folder(path: str) -> Path:
     except ValueError:
         raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
     return folder
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write beside the target and rename: nobody ever sees half a file, and several may write the same one at once.
+
+    Not by tempfile, whose files only their owner may read.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with draft.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any, NoReturn
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import write_whole
 
 PLAN_FILE = "plan.json"
 _HUB_SECONDS = 10.0
@@ -28,24 +27,13 @@ def save_plan_file(values: dict[str, Any], path: Path) -> Path:
         content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DepthDecayError(f"the plan cannot be written as JSON: {error}") from None
-    # Written beside the target and renamed, so that a reader never sees half a plan; not by tempfile, whose
-    # files only their owner may read.
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with draft.open("xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
+        return write_whole(file, content)
     except OSError as error:
         raise DepthDecayError(f"the plan cannot be written to {_short(file)}: {error.strerror or error}") from None
     except ValueError:  # a NUL byte, or half a character
         raise DepthDecayError(f"the plan cannot be written to {_short(file)}: no file can have that name") from None
-    return file
 
 
 def read_plan_file(path: str) -> tuple[Path, Any]:

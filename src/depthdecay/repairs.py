@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .errors import DepthDecayError, PlanMismatchError, one_line
 from .ladder import runs_of
+from .paths import write_whole
 from .plan import Plan
 from .stack import Stack
 
@@ -177,17 +178,12 @@ class Repairs:
                 table[str(depth)].append([repair.start, repair.end, numbers[id(repair)]])
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary.to(torch.int32).cpu()
-        draft = file.with_name(f".{file.name}.tmp")
+        about = {"format": _FORMAT, "version": _VERSION, "depths": json.dumps(table)}
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            about = {"format": _FORMAT, "version": _VERSION, "depths": json.dumps(table)}
-            draft.write_bytes(save(tensors, about))
-            draft.replace(file)
+            return write_whole(file, save(tensors, about))
         except OSError as error:
             raise DepthDecayError(f"the repairs cannot be written to {file}: {error.strerror or error}") from None
-        finally:
-            draft.unlink(missing_ok=True)
-        return file
 
     @classmethod
     def load(cls, file: Path) -> Repairs:

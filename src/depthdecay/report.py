@@ -18,7 +18,7 @@ from depthdecay.figures import (
     kl_chart,
     ladder_chart,
     perplexity_chart,
-    write_whole,
+    write_file,
 )
 
 REPORT_FILE = "report.html"
@@ -69,7 +69,7 @@ def write_report(folder: str | Path, data: Mapping[str, Any]) -> Path:
     """
     if not data.get("model") or not isinstance(data.get("plan"), Mapping) or not data["plan"].get("summary"):
         raise DepthDecayError("a report needs at least the model's name and the plan's summary")
-    return write_whole(Path(folder) / REPORT_FILE, page(data).encode())
+    return write_file(Path(folder) / REPORT_FILE, page(data))
 
 
 def page(data: Mapping[str, Any]) -> str:

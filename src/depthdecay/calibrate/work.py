@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.paths import write_whole
 
 WORK_FOLDER = ".work"
 
@@ -30,11 +30,9 @@ class WorkFolder:
 
     def write(self, name: str, value: Any) -> None:
         file = self.folder / f"{name}.json"
-        draft = file.with_suffix(".tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"key": self.key, "value": value}), encoding="utf-8")
-            os.replace(draft, file)
+            write_whole(file, json.dumps({"key": self.key, "value": value}))
         except OSError as error:
             raise DepthDecayError(f"cannot write to {self.folder}: {error.strerror or error}") from None
 

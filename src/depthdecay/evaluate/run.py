@@ -24,6 +24,7 @@ from depthdecay.evaluate.task import Score, Task
 from depthdecay.evaluate.work_file import WorkFile, digest
 from depthdecay.identity import identity
 from depthdecay.models import LoadedModel, prompt_ids
+from depthdecay.paths import write_whole
 from depthdecay.plan import Plan
 from depthdecay.plan_check import check_plan
 from depthdecay.request import PLAIN_GREEDY
@@ -91,7 +92,7 @@ def evaluate(
         report.rows.append(_row(contender, stack, settings, answers, scores, task))
     report.comparisons = compare(report.rows)
     if answers_file is not None:
-        _write(answers_file, "".join(told))
+        write_whole(answers_file, "".join(told))
     return report
 
 
@@ -202,12 +203,3 @@ def _told(contender: Contender, answers: Answers, scores: Sequence[Score]) -> li
         line = {"method": contender.title, "question": number, "correct": score.correct, **asdict(answer)}
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
