@@ -26,7 +26,8 @@ from depthdecay.evaluate.run import Settings, block_influence, evaluate
 from depthdecay.evaluate.task import Example, Score, Task, TaskOptions
 from depthdecay.evaluate.work_file import WorkFile
 from depthdecay.ladder import runs_of
-from depthdecay.models import LoadedModel, load, prompt_ids
+from depthdecay.models import LoadedModel, load
+from depthdecay.prompts import prompt_ids
 from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.stack import Stack
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate import code, files, sandbox, squad
+from depthdecay.evaluate import code, sandbox, squad
 from depthdecay.evaluate.bbh import extract
 from depthdecay.evaluate.gsm8k import EXEMPLARS, GSM8K, number_in
 from depthdecay.evaluate.sandbox import passes
 from depthdecay.evaluate.squad import f1, normalised
 from depthdecay.evaluate.task import TASKS, Example, TaskOptions, open_task
+from depthdecay.paths import package_file
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:
@@ -495,6 +496,6 @@ def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: py
     (folder / "__init__.py").write_text("raise AssertionError('imported')")
     (folder / "data.txt").write_text("x")
     monkeypatch.syspath_prepend(tmp_path)
-    assert files.package_file("carrier", "data.txt") == folder / "data.txt"
-    assert files.package_file("carrier", "none.txt") is None
-    assert files.package_file("no_such_package", "data.txt") is None
+    assert package_file("carrier", "data.txt") == folder / "data.txt"
+    assert package_file("carrier", "none.txt") is None
+    assert package_file("no_such_package", "data.txt") is None

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 
-from depthdecay import gguf_convert, models
+from depthdecay import gguf_convert, models, prompts
 from depthdecay.errors import DepthDecayError
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -271,7 +271,7 @@ def test_embedded_model_answers() -> None:
     assert (loaded.source, loaded.name) == ("embedded", "smollm2-135m")
     assert loaded.model.dtype == torch.float32
     assert loaded.tokenizer is not None
-    ids = models.prompt_ids(loaded.tokenizer, "What is the capital of France?")
+    ids = prompts.prompt_ids(loaded.tokenizer, "What is the capital of France?")
     answer = loaded.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
     assert "Paris" in loaded.tokenizer.decode(answer)
     end = loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -316,22 +316,22 @@ class Template:
 def test_prompts_of_a_chat_model() -> None:
     tokenizer = models.load(device="cpu").tokenizer
     assert tokenizer is not None
-    text = tokenizer.decode(models.prompt_ids(tokenizer, "Hello", system="Be brief."))
+    text = tokenizer.decode(prompts.prompt_ids(tokenizer, "Hello", system="Be brief."))
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(models.prompt_ids(tokenizer, "Hello, world .", chat=False)) == "Hello, world ."
+    assert tokenizer.decode(prompts.prompt_ids(tokenizer, "Hello, world .", chat=False)) == "Hello, world ."
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    assert "Yes?<|im_end|>" in tokenizer.decode(models.chat_ids(tokenizer, turns))
+    assert "Yes?<|im_end|>" in tokenizer.decode(prompts.chat_ids(tokenizer, turns))
 
 
 def test_prompts_without_a_template() -> None:
-    assert models.prompt_ids(Template(None), "abc") == [3]
+    assert prompts.prompt_ids(Template(None), "abc") == [3]
     for call in (
-        lambda: models.prompt_ids(Template(None), "abc", chat=True),
-        lambda: models.prompt_ids(Template(None), "abc", system="Be brief."),
-        lambda: models.prompt_ids(None, "abc"),
-        lambda: models.chat_ids(None, []),
+        lambda: prompts.prompt_ids(Template(None), "abc", chat=True),
+        lambda: prompts.prompt_ids(Template(None), "abc", system="Be brief."),
+        lambda: prompts.prompt_ids(None, "abc"),
+        lambda: prompts.chat_ids(None, []),
     ):
         with pytest.raises(DepthDecayError):
             call()
@@ -339,19 +339,19 @@ def test_prompts_without_a_template() -> None:
 
 def test_template_that_refuses_a_role() -> None:
     with pytest.raises(DepthDecayError, match="refuses"):
-        models.prompt_ids(Template("{{ missing.role }}"), "abc", chat=True, system="x")
+        prompts.prompt_ids(Template("{{ missing.role }}"), "abc", chat=True, system="x")
 
 
 @pytest.mark.parametrize("content", [None, ["text"], [{"type": "text", "text": "hi"}], 5])
 def test_messages_that_hold_no_text(content: Any) -> None:
     with pytest.raises(DepthDecayError, match="the content of message 2 is"):
-        models.chat_ids(Template(CHATML), [{"role": "system", "content": "x"}, {"role": "user", "content": content}])
+        prompts.chat_ids(Template(CHATML), [{"role": "system", "content": "x"}, {"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "hi"}, "hi", None])
 def test_messages_that_are_none(message: Any) -> None:
     with pytest.raises(DepthDecayError, match="message 1"):
-        models.chat_ids(Template(CHATML), [message])
+        prompts.chat_ids(Template(CHATML), [message])
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_messages_that_are_none(message: Any) -> None:
 )
 def test_template_that_fails(template: str) -> None:
     with pytest.raises(DepthDecayError, match="chat template") as caught:
-        models.chat_ids(Template(template), [{"role": "user", "content": "hi"}])
+        prompts.chat_ids(Template(template), [{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
 
 
 def test_text_that_is_none() -> None:
     for text in ("a\ud800", None):
         with pytest.raises(DepthDecayError, match="prompt"):
-            models.prompt_ids(Template(None), text)  # type: ignore[arg-type]
+            prompts.prompt_ids(Template(None), text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

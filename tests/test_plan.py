@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthdecay.errors import DepthDecayError, PlanMismatchError
+from depthdecay.identity import ModelIdentity
 from depthdecay.ladder import Ladder
-from depthdecay.plan import ModelIdentity, Plan
+from depthdecay.plan import Plan
 from depthdecay.schedule import ConstantSchedule, FullSchedule
 
 

@@ -51,7 +51,7 @@ def default_plan(num_layers: int, new_tokens: int = NEW_TOKENS) -> Plan | None:
 def check_prompts(model: Any, tokenizer: Any = None) -> list[list[int]]:
     """Three prompts of unequal length: texts, or for a model without a tokenizer random token ids."""
     if tokenizer is not None:
-        from .models import prompt_ids
+        from .prompts import prompt_ids
 
         return [prompt_ids(tokenizer, text) for text in _TEXTS]
     vocabulary = model.get_input_embeddings().weight.shape[0]

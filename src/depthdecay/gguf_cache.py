@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from depthdecay import gguf_convert
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.paths import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +28,6 @@ _HASH_WHOLE_BYTES = 256 << 20
 _HEADER_BYTES, _CHUNK_BYTES, _CHUNKS = 8 << 20, 64 << 10, 64
 _BUILDING = ".building-"
 _ABANDONED_SECONDS = 24 * 3600
-
-
-def cache_folder() -> Path:
-    """`$DEPTHDECAY_CACHE`, or `depthdecay` in the user's cache folder."""
-    chosen = os.environ.get("DEPTHDECAY_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "depthdecay"
 
 
 def converted(path: Path, dtype: torch.dtype, say: Callable[[str], None]) -> tuple[Path, bool]:

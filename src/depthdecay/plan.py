@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, PlanMismatchError
-from depthdecay.identity import ModelIdentity
 from depthdecay.ladder import Ladder
 from depthdecay.plan_file import fetch_beside, read_plan_file, save_plan_file
 from depthdecay.schedule import (
@@ -26,7 +25,8 @@ from depthdecay.schedule import (
     whole_number,
 )
 
-__all__ = ["ModelIdentity", "Plan"]
+if TYPE_CHECKING:
+    from depthdecay.identity import ModelIdentity
 
 PLAN_FORMAT = "depthdecay-plan"
 PLAN_VERSION = 1
@@ -251,12 +251,11 @@ class Plan:
         missing = [name for name in _FIELDS if name not in values]
         if missing:
             raise DepthDecayError(f"the plan lacks {', '.join(missing)}; expected {', '.join(_FIELDS)}")
-        model = values["model"]
         return cls(
             ladder=Ladder.from_dict(values["ladder"]),
             schedule=schedule_from_dict(values["schedule"]),
             rule=values["rule"],
-            model=None if model is None else ModelIdentity.from_dict(model),
+            model=_identity(values["model"]),
             repairs=values["repairs"],
             notes=values["notes"],
         )
@@ -276,6 +275,12 @@ class Plan:
         if plan.repairs is not None:
             fetch_beside(os.fspath(path), file, plan.repairs)
         return plan
+
+
+def _identity(values: Mapping[str, Any] | None) -> ModelIdentity | None:
+    from depthdecay.identity import ModelIdentity  # only calibrated plans have one
+
+    return None if values is None else ModelIdentity.from_dict(values)
 
 
 def _ladder(num_layers: int, core_head: int, core_tail: int, drop_order: Sequence[int] | None) -> Ladder:

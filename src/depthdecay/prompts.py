@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import DepthDecayError
-from .models import chat_ids, prompt_ids
+from .errors import DepthDecayError, one_line
 
 
 def as_batch(prompts: Any) -> list[Any]:
@@ -46,6 +45,55 @@ def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary:
     if bad is not None:
         raise DepthDecayError(f"token id {bad} is outside the model's vocabulary of {vocabulary}")
     return ids
+
+
+def prompt_ids(tokenizer: Any, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+    """A prompt's token ids: as a user's turn for chat models, as plain text for others or with `chat=False`."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if chat or (chat is None and has_template):
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        return chat_ids(tokenizer, [*turns, {"role": "user", "content": text}])
+    if system is not None:
+        raise DepthDecayError("a system prompt needs a chat model; leave it out, or put its text into the prompt")
+    _require_text("the prompt", text)
+    return [int(token) for token in _needed(tokenizer).encode(text)]
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The token ids of a conversation, up to where the assistant's next answer begins."""
+    if not getattr(_needed(tokenizer), "chat_template", None):
+        raise DepthDecayError(
+            "this model has no chat template; use a plain prompt, or an instruct version of the model"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise DepthDecayError(
+                f"message {number} is {reprlib.repr(message)}; expected a mapping with role and content"
+            )
+        for name in ("role", "content"):
+            _require_text(f"the {name} of message {number}", message.get(name))
+    try:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is the model's own code: it may raise on purpose, or anything at all
+        raise DepthDecayError(f"the model's chat template refuses these messages: {one_line(error)}") from error
+    return [int(token) for token in ids]
+
+
+def _require_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise DepthDecayError(f"{name} is {reprlib.repr(text)}; expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DepthDecayError(
+            f"{name} has half a character (a lone surrogate) at position {error.start}; give text that UTF-8 can write"
+        ) from None
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise DepthDecayError("this model has no tokenizer, so it takes token ids only, not text")
+    return tokenizer
 
 
 def _whole_ids(prompt: Any) -> list[int]:

@@ -114,7 +114,7 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(heard)}]
 
     def _ids_within_context(self, messages: list[dict[str, str]]) -> list[int]:
-        from depthdecay.models import chat_ids
+        from depthdecay.prompts import chat_ids
 
         limit = self.engine.stack.context_limit()
         ids = chat_ids(self.engine.tokenizer, messages)

@@ -19,7 +19,7 @@ from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from depthdecay.errors import one_line
-from depthdecay.gguf_cache import cache_folder
+from depthdecay.paths import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from depthdecay import gguf_convert
 from depthdecay.cpu.blocks import (
     GROUP_BYTES,
     INT8,
@@ -29,8 +28,8 @@ from depthdecay.cpu.blocks import (
 )
 from depthdecay.cpu.form import Form
 from depthdecay.errors import DepthDecayError
-from depthdecay.gguf_cache import cache_folder
 from depthdecay.origin import Origin
+from depthdecay.paths import cache_folder
 
 QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
@@ -128,7 +127,9 @@ def _own_blocks(form: Form, origin: Origin | None) -> dict[str, Blocks]:
     """Blocks of the file that the model came from, each held against the model's own weights."""
     if origin is None or origin.gguf is None:
         return {}
-    tensors = {tensor.name: tensor for tensor in gguf_convert.read_checked(origin.gguf).tensors}
+    from depthdecay.gguf_convert import read_checked
+
+    tensors = {tensor.name: tensor for tensor in read_checked(origin.gguf).tensors}
     found = {}
     for name, linear in form.matrices():
         tensor = tensors.get(_gguf_name(name)) or (tensors.get("token_embd.weight") if name == "head" else None)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError, one_line
-from depthdecay.evaluate.files import first_line, from_hub, package_file, read_jsonl, require_text
+from depthdecay.evaluate.files import first_line, from_hub, read_jsonl, require_text
 from depthdecay.evaluate.sandbox import passes, require_sandbox
 from depthdecay.evaluate.task import Example, Score, Task
+from depthdecay.paths import package_file
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 

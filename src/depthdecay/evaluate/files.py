@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,16 +74,6 @@ def require_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DepthDecayError(f"{where} is {one_line(repr(value), 60)}; expected a text")
     return value
-
-
-def package_file(package: str, inside: str) -> Path | None:
-    """A file that an installed package carries. Found, not imported: its code is not needed, nor what that needs."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        path = Path(folder, inside)
-        if path.is_file():
-            return path
-    return None
 
 
 def from_hub(repository: str, configuration: str | None, split: str, instead: str) -> list[dict[str, Any]]:

@@ -23,10 +23,11 @@ from depthdecay.evaluate.report import Report, Row, compare, make_row
 from depthdecay.evaluate.task import Score, Task
 from depthdecay.evaluate.work_file import WorkFile, digest
 from depthdecay.identity import identity
-from depthdecay.models import LoadedModel, prompt_ids
+from depthdecay.models import LoadedModel
 from depthdecay.paths import write_whole
 from depthdecay.plan import Plan
 from depthdecay.plan_check import check_plan
+from depthdecay.prompts import prompt_ids
 from depthdecay.request import PLAIN_GREEDY
 from depthdecay.stack import Stack
 

