@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,29 +18,27 @@ if TYPE_CHECKING:
     from depthdecay.figures import Chart
     from depthdecay.plan import Plan
 
-_PANEL = "Measurement"
+_measurement = partial(typer.Option, rich_help_panel="Measurement")
 
 
+@opt.grouped("compile", "quantize", "threads")
 def analyze(
     out: Annotated[str, typer.Option(help="A folder for the figures; made where it is not there.")],
     more_results: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --results, as *.json gives them.")
     ] = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(help="A .jsonl or .txt file to measure on; without it, only --results is drawn."),
+        str | None, typer.Option(help="A .jsonl or .txt file to measure on; without it, only --results is drawn.")
     ] = None,
     results: Annotated[
         list[str] | None, typer.Option(help="Result files of depthdecay eval --json: speed against quality.")
     ] = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
+    *,
+    model: opt.ModelOptions,
     plan: opt.PlanPath = None,
     allow_other_weights: opt.AllowOtherWeights = False,
-    limit: Annotated[int, typer.Option(help="Prompts to measure on.", rich_help_panel=_PANEL)] = 32,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.", rich_help_panel=_PANEL)] = 200,
+    limit: Annotated[int, _measurement(help="Prompts to measure on.")] = 32,
+    new_tokens: Annotated[int, _measurement(help="Tokens per answer.")] = 200,
 ) -> None:
     """Draw what a model's text and layers are like by position, what a plan costs, and speed against quality."""
     whole_number("--limit", limit, 1)
@@ -58,15 +57,19 @@ def analyze(
     folder = make_folder(out)
     if prompts is not None:
         stored = opt.PlanOptions(plan).load()
-        options = opt.ModelOptions(
-            model, device, dtype, trust_remote_code=trust_remote_code, allow_other_weights=allow_other_weights
-        )
-        charts = [*_measured(options, prompts, stored, limit, new_tokens, folder), *charts]
+        measured = _measured(model, prompts, stored, limit, new_tokens, folder, allow_other_weights)
+        charts = [*measured, *charts]
     _write(folder, charts)
 
 
 def _measured(
-    options: opt.ModelOptions, prompts: str, plan: Plan | None, limit: int, new_tokens: int, folder: Path
+    options: opt.ModelOptions,
+    prompts: str,
+    plan: Plan | None,
+    limit: int,
+    new_tokens: int,
+    folder: Path,
+    allow_other_weights: bool,
 ) -> list[Chart]:
     """Measure, and write what was measured beside the figures, with the command and the machine."""
     with working("preparing …") as say:
@@ -78,7 +81,7 @@ def _measured(
         texts = read_prompts(prompts)
         say(f"loading {options.model}")
         loaded = options.load(quiet=True)
-        engine = options.engine(loaded, plan)
+        engine = options.engine(loaded, plan, allow_other_weights=allow_other_weights)
         analysis = measure(engine, fitting_prompts(engine, texts, limit, new_tokens), new_tokens, say)
     settings = {
         "model": loaded.shown_name,

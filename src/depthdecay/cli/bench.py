@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from depthdecay.models import LoadedModel
     from depthdecay.plan import Plan
 
-_PANEL = "Measurement"
+_measurement = partial(typer.Option, rich_help_panel="Measurement")
 
 
 def bench(
@@ -40,43 +41,31 @@ def bench(
     alpha: opt.Alpha = None,
     speedup: opt.Speedup = None,
     over: opt.Over = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", rich_help_panel=_PANEL)] = 256,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.", rich_help_panel=_PANEL)] = 32,
-    batch: Annotated[int, typer.Option(help="Sequences in lock-step.", rich_help_panel=_PANEL)] = 1,
-    rounds: Annotated[
-        int, typer.Option(help="Interleaved repetitions; medians are shown.", rich_help_panel=_PANEL)
-    ] = 3,
+    new_tokens: Annotated[int, _measurement(help="Tokens to decode.")] = 256,
+    prompt_tokens: Annotated[int, _measurement(help="Length of the prompt.")] = 32,
+    batch: Annotated[int, _measurement(help="Sequences in lock-step.")] = 1,
+    rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3,
     methods: Annotated[
-        str | None,
-        typer.Option(help="Some of generate,generate-static,full,decay; all that fit.", rich_help_panel=_PANEL),
+        str | None, _measurement(help="Some of generate,generate-static,full,decay; all that fit.")
     ] = None,
-    compile: Annotated[bool, typer.Option(help="Compile the layers, on CUDA.", rich_help_panel=_PANEL)] = True,
+    compile: Annotated[bool, _measurement(help="Compile the layers, on CUDA.")] = True,
     mode: Annotated[
         str | None, typer.Option(metavar="lossless", help="Lossless mode and its peers, on --prompts.")
     ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="For --mode lossless: a .jsonl or .txt file.", rich_help_panel=_PANEL)
-    ] = None,
+    prompts: Annotated[str | None, _measurement(help="For --mode lossless: a .jsonl or .txt file.")] = None,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.", rich_help_panel=_PANEL
-        ),
+        str | None, _measurement(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts of the file.", rich_help_panel=_PANEL)] = 20,
+    limit: Annotated[int, _measurement(help="Prompts of the file.")] = 20,
     compared: Annotated[
-        int | None,
-        typer.Option(help="Prompts for the peers, which are slower; 0 leaves them out.", rich_help_panel=_PANEL),
+        int | None, _measurement(help="Prompts for the peers, which are slower; 0 leaves them out.")
     ] = None,
     peers: Annotated[
         str | None,
-        typer.Option(
-            help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit.",
-            rich_help_panel=_PANEL,
-        ),
+        _measurement(help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit."),
     ] = None,
     assistant: Annotated[
-        str | None, typer.Option(help="A smaller model for transformers' assisted generation.", rich_help_panel=_PANEL)
+        str | None, _measurement(help="A smaller model for transformers' assisted generation.")
     ] = None,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,66 +18,38 @@ from depthdecay.schedule import exact_decimal, whole_number
 if TYPE_CHECKING:
     from depthdecay.calibrate import Calibrated, Calibration, Settings
 
-_GOAL, _EFFORT = "Goal (one of)", "Effort"
+_goal, _effort = (partial(typer.Option, rich_help_panel=panel) for panel in ("Goal (one of)", "Effort"))
 DEFAULT_MAX_KL = 0.02
 
-Count = Annotated[int | None, typer.Option(rich_help_panel=_EFFORT)]
+Count = Annotated[int | None, _effort()]
 
 
+@opt.grouped("compile")
 def calibrate(
     prompts: Annotated[str, typer.Option(help="A .jsonl or .txt file of prompts like those that will be asked.")],
     out: Annotated[str, typer.Option(help="A folder for the plan and its report; made where it is not there.")],
     task: Annotated[
         str | None, typer.Option(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
     ] = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    max_kl: Annotated[
-        float | None, typer.Option(help=f"Mean KL to the full model [{DEFAULT_MAX_KL}].", rich_help_panel=_GOAL)
-    ] = None,
-    max_agreement_loss: Annotated[
-        float | None, typer.Option(help="Share of tokens that may differ, as 0.01.", rich_help_panel=_GOAL)
-    ] = None,
-    speedup: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Layer speed-up, repairs counted.", rich_help_panel=_GOAL)
-    ] = None,
-    also: Annotated[
-        str | None,
-        typer.Option(help="Further speed-ups, as 1.1,1.5: a plan each in OUT/speedup-N.", rich_help_panel=_GOAL),
-    ] = None,
+    *,
+    model: opt.ModelOptions,
+    max_kl: Annotated[float | None, _goal(help=f"Mean KL to the full model [{DEFAULT_MAX_KL}].")] = None,
+    max_agreement_loss: Annotated[float | None, _goal(help="Share of tokens that may differ, as 0.01.")] = None,
+    speedup: Annotated[str | None, _goal(metavar="NUMBER", help="Layer speed-up, repairs counted.")] = None,
+    also: Annotated[str | None, _goal(help="Further speed-ups, as 1.1,1.5: a plan each in OUT/speedup-N.")] = None,
     lossless: Annotated[
-        bool,
-        typer.Option(
-            "--lossless",
-            help="A plan to draft with in lossless mode; beside another goal in OUT/lossless.",
-            rich_help_panel=_GOAL,
-        ),
+        bool, _goal("--lossless", help="A plan to draft with in lossless mode; beside another goal in OUT/lossless.")
     ] = False,
-    repair_rank: Annotated[
-        int | None, typer.Option(help="Directions of a map; chosen by KL.", rich_help_panel=_EFFORT)
-    ] = None,
-    repair_neurons: Annotated[
-        int | None, typer.Option(help="Neurons kept of a dropped layer; chosen by KL.", rich_help_panel=_EFFORT)
-    ] = None,
-    variety: Annotated[
-        bool,
-        typer.Option(help="Mix in prompts of other kinds, so that other text is not ruined.", rich_help_panel=_EFFORT),
-    ] = True,
+    repair_rank: Annotated[int | None, _effort(help="Directions of a map; chosen by KL.")] = None,
+    repair_neurons: Annotated[int | None, _effort(help="Neurons kept of a dropped layer; chosen by KL.")] = None,
+    variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, so that other text is not ruined.")] = True,
     fit_prompts: Count = None,
     held_out_prompts: Count = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per answer: the plan's horizon.", rich_help_panel=_EFFORT)
-    ] = None,
-    beam: Annotated[int | None, typer.Option(help="Ladders searched side by side.", rich_help_panel=_EFFORT)] = None,
-    width: Annotated[int | None, typer.Option(help="Layers each tries at a rung.", rich_help_panel=_EFFORT)] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Time for the search before it is hastened.", rich_help_panel=_EFFORT)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Deals out the prompts.", rich_help_panel=_EFFORT)] = 0,
+    new_tokens: Annotated[int | None, _effort(help="Tokens per answer: the plan's horizon.")] = None,
+    beam: Annotated[int | None, _effort(help="Ladders searched side by side.")] = None,
+    width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
+    minutes: Annotated[float | None, _effort(help="Time for the search before it is hastened.")] = None,
+    seed: Annotated[int, _effort(help="Deals out the prompts.")] = 0,
 ) -> None:
     """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
 
@@ -114,14 +87,11 @@ def calibrate(
     texts = read_prompts(prompts) if task is None else None
     examples = None if task is None else _open_task(task, prompts)
     folder = make_folder(out)
-    options = opt.ModelOptions(
-        model, device, dtype, trust_remote_code=trust_remote_code, quantize=quantize, threads=threads
-    )
-    loaded = options.load()
-    if quantize in ("int8", "int4"):
+    loaded = model.load()
+    if model.quantize in ("int8", "int4"):
         from depthdecay.cpu.stack import widen_in_place
 
-        widen_in_place(loaded.model, quantize, loaded.origin)
+        widen_in_place(loaded.model, model.quantize, loaded.origin)
     if examples is not None:
         texts = examples.prompts_for(loaded.tokenizer)
     assert texts is not None

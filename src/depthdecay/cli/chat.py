@@ -20,58 +20,22 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
 
 
+@opt.grouped()
 def chat(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    compile: opt.Compile = False,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
-    mode: opt.Mode = None,
-    window: opt.Window = None,
-    lookup: opt.Lookup = None,
+    *,
+    model: opt.ModelOptions,
+    plan: opt.PlanOptions,
+    answer: opt.AnswerOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    max_new_tokens: opt.MaxNewTokens = None,
-    seed: opt.Seed = None,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    stop: opt.Stop = None,
     system: opt.System = None,
     show_depth: opt.ShowDepth = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Talk to a chat model; piped input is one turn a line."""
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
-    model_options = opt.ModelOptions(
-        model, device, dtype, compile, trust_remote_code, allow_other_weights, quantize, threads
+    _, engine = opt.open_engine(
+        model, plan, answer.max_new_tokens, answer.mode, quiet=quiet, allow_other_weights=allow_other_weights
     )
-    _, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet)
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "mode": mode,
-        "window": window,
-        "lookup": lookup,
-        "seed": seed,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop,
-    }
-    conversation = Conversation(engine, system, settings, show_depth=show_depth, quiet=quiet)
+    conversation = Conversation(engine, system, vars(answer), show_depth=show_depth, quiet=quiet)
     talk(conversation, interactive=sys.stdin.isatty())
 
 

@@ -14,6 +14,7 @@ from depthdecay.cli.show import out_console, working
 from depthdecay.schedule import whole_number
 
 
+@opt.grouped()
 def check(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
@@ -21,25 +22,18 @@ def check(
         str, typer.Option(help="In 16 bits, tokens may differ by rounding alone.", rich_help_panel="Model")
     ] = "fp32",
     trust_remote_code: opt.TrustRemoteCode = False,
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
+    *,
+    plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
     new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
     as_json: opt.Json = False,
 ) -> None:
     """Check full depth and decay against transformers' own generate, and that the model is left as it was."""
     whole_number("--new-tokens", new_tokens, 1)
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
-    stored = plan_options.load()
+    stored = plan.load()
     options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
     loaded = options.load(quiet=as_json)
-    chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
+    chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
     from depthdecay.check import check_model, default_plan
 

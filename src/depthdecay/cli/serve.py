@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,71 +15,42 @@ from depthdecay.paths import expanded
 from depthdecay.schedule import whole_number
 
 KEY_VARIABLE = "DEPTHDECAY_API_KEY"
-_SERVER, _LIMITS = "Server", "Limits"
+_server, _limit = (partial(typer.Option, rich_help_panel=panel) for panel in ("Server", "Limits"))
 
 
+@opt.grouped()
 def serve(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    compile: opt.Compile = False,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
+    *,
+    model: opt.ModelOptions,
+    plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=_SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 8000,
-    served_name: Annotated[
-        str | None, typer.Option(help="The model's name in the API; else as given.", rich_help_panel=_SERVER)
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help=f"What clients must send; better in ${KEY_VARIABLE}.", rich_help_panel=_SERVER),
-    ] = None,
-    api_key_file: Annotated[str | None, typer.Option(help="Read the key from a file.", rich_help_panel=_SERVER)] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="A site whose pages may ask; repeatable.", rich_help_panel=_SERVER)
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", rich_help_panel=_LIMITS)] = 32,
-    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait.", rich_help_panel=_LIMITS)] = 256,
+    host: Annotated[str, _server(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, _server()] = 8000,
+    served_name: Annotated[str | None, _server(help="The model's name in the API; else as given.")] = None,
+    api_key: Annotated[str | None, _server(help=f"What clients must send; better in ${KEY_VARIABLE}.")] = None,
+    api_key_file: Annotated[str | None, _server(help="Read the key from a file.")] = None,
+    cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
+    max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
+    max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
     prefill_tokens: Annotated[
-        int | None,
-        typer.Option(help="Prompt tokens read between two steps; else 128, on CUDA 1024.", rich_help_panel=_LIMITS),
+        int | None, _limit(help="Prompt tokens read between two steps; else 128, on CUDA 1024.")
     ] = None,
-    cohort_ms: Annotated[
-        float,
-        typer.Option(help="The longest wait for requests of the same age; 0: never wait.", rich_help_panel=_LIMITS),
-    ] = 20.0,
+    cohort_ms: Annotated[float, _limit(help="The longest wait for requests of the same age; 0: never wait.")] = 20.0,
     cache_gb: Annotated[
-        float | None,
-        typer.Option(
-            help="For keys and values; else for whole texts, up to half of what is free.", rich_help_panel=_LIMITS
-        ),
+        float | None, _limit(help="For keys and values; else for whole texts, up to half of what is free.")
     ] = None,
-    max_positions: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer; else the model's.", rich_help_panel=_LIMITS)
-    ] = None,
+    max_positions: Annotated[int | None, _limit(help="Longest prompt and answer; else the model's.")] = None,
     draft_rows: Annotated[
         int | None,
-        typer.Option(
-            help="Lossless requests draft up to so many rows in a step, drafts counted; else 16, on CUDA 64. 1: never.",
-            rich_help_panel=_LIMITS,
+        _limit(
+            help="Lossless requests draft up to so many rows in a step, drafts counted; else 16, on CUDA 64. 1: never."
         ),
     ] = None,
-    max_body_kb: Annotated[int, typer.Option(help="Largest request.", rich_help_panel=_LIMITS)] = 1024,
-    timeout: Annotated[float, typer.Option(help="Seconds for one request.", rich_help_panel=_LIMITS)] = 600.0,
-    grace: Annotated[int, typer.Option(help="Seconds to finish in after SIGTERM.", rich_help_panel=_LIMITS)] = 60,
+    max_body_kb: Annotated[int, _limit(help="Largest request.")] = 1024,
+    timeout: Annotated[float, _limit(help="Seconds for one request.")] = 600.0,
+    grace: Annotated[int, _limit(help="Seconds to finish in after SIGTERM.")] = 60,
 ) -> None:
     """Serve a model behind the OpenAI API; a page to watch it is at /."""
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
     key = read_key(api_key, api_key_file)
     whole_number("--port", port, 0, 65535)
     whole_number("--max-body-kb", max_body_kb, 1)
@@ -93,17 +65,7 @@ def serve(
         raise DepthDecayError(
             f"serving needs {error.name}, which is not installed; pip install 'depthdecay[serve]'"
         ) from None
-    model_options = opt.ModelOptions(
-        model,
-        device,
-        dtype,
-        compile,
-        trust_remote_code=trust_remote_code,
-        allow_other_weights=allow_other_weights,
-        quantize=quantize,
-        threads=threads,
-    )
-    loaded, engine = opt.open_engine(model_options, plan_options, None)
+    loaded, engine = opt.open_engine(model, plan, None, allow_other_weights=allow_other_weights)
     if engine.tokenizer is None:
         raise DepthDecayError("this model has no tokenizer, and a server speaks text")
     from depthdecay.batching import Batcher, BatchSettings

@@ -23,22 +23,16 @@ def _vllm() -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@opt.grouped()
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face id, a folder or a .gguf file.")],
-    plan: opt.PlanPath = None,
-    alpha: opt.Alpha = None,
-    speedup: opt.Speedup = None,
-    over: opt.Over = None,
-    warmup_tokens: opt.WarmupTokens = None,
-    core_head: opt.CoreHead = None,
-    core_tail: opt.CoreTail = None,
-    min_layers: opt.MinLayers = None,
+    *,
+    plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
     """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
-    options = opt.PlanOptions(plan, alpha, speedup, over, warmup_tokens, core_head, core_tail, min_layers)
-    if plan is not None and speedup is not None:
+    if plan.path is not None and plan.speedup is not None:
         raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
     if any(word.partition("=")[0] in ("--hf-overrides", "--hf_overrides") for word in context.args):
         raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
@@ -47,7 +41,7 @@ def serve(
 
     folder = model_folder(model)
     config = model_config(folder)
-    settings = _depth_settings(options, config.num_hidden_layers)
+    settings = _depth_settings(plan, config.num_hidden_layers)
     if allow_other_weights:
         settings["allow_other_weights"] = True
     stock = (config.architectures or ["an unknown architecture"])[0]

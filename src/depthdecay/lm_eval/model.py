@@ -50,8 +50,11 @@ class DepthDecayLM(HFLM):
             raise DepthDecayError(
                 f"the model argument '{unknown[0]}' is not known here; known of lm-eval's are {known}"
             )
-        model_options = ModelOptions(pretrained, device, dtype, compile, trust_remote_code, allow_other_weights)
-        loaded, self.engine = open_engine(model_options, PlanOptions(plan, alpha, speedup, over), None, mode)
+        model_options = ModelOptions(pretrained, device, dtype, compile, trust_remote_code=trust_remote_code)
+        plan_options = PlanOptions(plan, alpha, speedup, over)
+        loaded, self.engine = open_engine(
+            model_options, plan_options, None, mode, allow_other_weights=allow_other_weights
+        )
         if loaded.tokenizer is None:
             raise DepthDecayError(f"'{pretrained}' has no tokenizer, and lm-eval asks with text; take a model with one")
         with _quiet("lm_eval.models.huggingface"):  # it says that settings may be ignored; such are refused above
