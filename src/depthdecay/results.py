@@ -46,12 +46,14 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def require_writable(path: str | Path) -> Path:
+def require_writable(path: str | Path | None) -> Path | None:
     """Refuse a place that no result can be written to; asked before the measurement, which may take long.
 
     Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
-    that is not there is taken for a slip.
+    that is not there is taken for a slip. None asks for no file.
     """
+    if path is None:
+        return None
     target = Path(path)
     hint = "give a file in a folder that exists"
     try:
@@ -70,9 +72,11 @@ def require_writable(path: str | Path) -> Path:
     return target
 
 
-def write_result(path: str | Path, figures: dict[str, Any]) -> None:
-    """Write figures with their provenance; a half-written file never takes the place of a whole one."""
+def write_result(path: str | Path | None, figures: dict[str, Any]) -> None:
+    """Write figures with their provenance, where a file is wanted; half a file never takes the place of a whole one."""
     target = require_writable(path)
+    if target is None:
+        return
     content = json.dumps({**provenance(), **figures}, indent=2, ensure_ascii=False) + "\n"
     try:
         write_whole(target, content)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, refuse_ignored
-from depthdecay.cli.show import working
+from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
+from depthdecay.results import require_writable, write_result
 from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
@@ -104,10 +105,7 @@ def bench(
         whole_number(name, value, least)
     for name, value in (("--batch", batch), ("--rounds", rounds)):
         whole_number(name, value, 1)
-    if json_file is not None:
-        from depthdecay.results import require_writable, write_result
-
-        require_writable(json_file)
+    require_writable(json_file)
     if plan is None and alpha is None and speedup is None:
         speedup = "1.25"
     plan_options = opt.PlanOptions(plan, alpha, speedup, over)
@@ -121,24 +119,18 @@ def bench(
     with working("preparing …") as say:
         from transformers.utils import logging
 
-        from depthdecay.bench import METHODS, random_model, run_bench
-        from depthdecay.devices import choose_device, choose_dtype
+        from depthdecay.bench import METHODS, run_bench
 
         logging.set_verbosity_error()
-        place = choose_device(device)
         if shape is not None:
-            import torch
-
-            number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-            say(f"making {shape} with random weights")
-            network, name = random_model(shape, place, number_type), shape
+            network, name = _random_model(shape, device, dtype, say), shape
         else:
             loaded = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype).load(quiet=True)
             network, name = loaded.model, loaded.name
         used: Plan | None = plan_options.choose(network, name, stored, new_tokens)
         assert used is not None
         # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
-        fitting = [method for method in METHODS if place.type == "cuda" or method != "generate-static"]
+        fitting = [method for method in METHODS if network.device.type == "cuda" or method != "generate-static"]
         report = run_bench(
             network,
             name,
@@ -152,14 +144,25 @@ def bench(
             progress=say,
         )
     _print_report(report)
-    if json_file is not None:
-        write_result(json_file, json.loads(json.dumps(report.to_dict())))
+    write_result(json_file, report.to_dict())
 
 
 def _is_cpu(device: str | None) -> bool:
     from depthdecay.devices import choose_device
 
     return choose_device(device).type == "cpu"
+
+
+def _random_model(shape: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> Any:
+    import torch
+
+    from depthdecay.bench import random_model
+    from depthdecay.devices import choose_device, choose_dtype
+
+    place = choose_device(device)
+    number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    say(f"making {shape} with random weights")
+    return random_model(shape, place, number_type)
 
 
 def _bench_cpu(
@@ -176,7 +179,6 @@ def _bench_cpu(
         from dataclasses import replace
 
         from depthdecay.bench_cpu import PRECISIONS, run_cpu_bench
-        from depthdecay.results import write_result
 
         def choose(loaded: LoadedModel) -> Plan:
             chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
@@ -194,18 +196,12 @@ def _bench_cpu(
             progress=say,
         )
     _print_cpu_report(report)
-    if json_file is not None:
-        write_result(json_file, report.to_dict())
+    write_result(json_file, report.to_dict())
 
 
 def _print_cpu_report(report: CpuReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     settings = report.settings
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "ms/token", "rounds", "tokens/s", "× generate", "× llama.cpp", "of memory", "realised"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures_table("", "ms/token", "rounds", "tokens/s", "× generate", "× llama.cpp", "of memory", "realised")
     for row in report.rows:
         if row.error is not None:
             table.add_row(row.title, f"[red]failed: {row.error}[/]")
@@ -240,8 +236,6 @@ def _spread(values: list[float] | None) -> str:
 
 
 def _print_report(report: Report) -> None:
-    from rich.console import Console
-
     console = Console()
     settings = report.settings
     console.print(
@@ -264,12 +258,7 @@ def _print_report(report: Report) -> None:
 
 def _table(report: Report) -> Table:
     """Methods side by side, a line per figure: narrow enough for any terminal."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
-    for row in report.rows:
-        table.add_column(_HEADINGS[row.method], justify="right")
+    table = figures_table("", *(_HEADINGS[row.method] for row in report.rows))
     for label, show in _FIGURES.items():
         table.add_row(label, *("[red]failed[/]" if row.error else show(row) for row in report.rows))
     return table
@@ -306,32 +295,18 @@ def _bench_step_costs(
 ) -> None:
     """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
     whole_number("--prompt-tokens", prompt_tokens, 1)
+    require_writable(json_file)
     with working("preparing …") as say:
-        import torch
-
-        from depthdecay.bench import random_model
         from depthdecay.bench_lossless import run_step_costs
-        from depthdecay.devices import choose_device, choose_dtype
-        from depthdecay.results import require_writable, write_result
 
-        if json_file is not None:
-            require_writable(json_file)
-        place = choose_device(device)
-        number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-        say(f"making {shape} with random weights")
-        network = random_model(shape, place, number_type)
+        network = _random_model(shape, device, dtype, say)
         report = run_step_costs(network, shape, prompt_tokens=prompt_tokens, compile_layers=compile, progress=say)
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console()
     console.print(f"[bold]{shape}[/], {report.settings['dtype']} on {report.settings['device']}", highlight=False)
     checks = ", ".join(f"{cost:.3f} for {tokens}" for tokens, cost in report.verifications.items())
     console.print(f"a full-depth step is 1; a verification costs {checks} tokens\n", highlight=False)
     accepted = sorted({row["acceptance"] for row in report.speedups})
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("drafts at", "a draft costs", *(f"{p:.0%} right" for p in accepted)):
-        table.add_column(heading, justify="right")
+    table = figures_table("drafts at", "a draft costs", *(f"{p:.0%} right" for p in accepted))
     for depth, cost in report.drafts.items():
         speeds = [
             f"{row['speedup']:.2f}x ({row['drafts']:.0f})" for row in report.speedups if str(row["depth"]) == depth
@@ -339,8 +314,7 @@ def _bench_step_costs(
         table.add_row(f"{depth} layers", f"{cost:.3f}", *speeds)
     console.print(table)
     console.print("[dim]Speed for a share of right drafts, with the number of drafts a window that is best there.[/]")
-    if json_file is not None:
-        write_result(json_file, report.to_dict())
+    write_result(json_file, report.to_dict())
 
 
 def _bench_lossless(
@@ -370,7 +344,6 @@ def _bench_lossless(
         from depthdecay.calibrate.continuations import read_prompts
         from depthdecay.evaluate.task import TaskOptions, open_task
         from depthdecay.prompts import token_ids
-        from depthdecay.results import require_writable, write_result
 
         texts = read_prompts(prompts)[:limit] if task is None else []
         questions = None if task is None else open_task(task, TaskOptions(data=prompts))
@@ -378,8 +351,7 @@ def _bench_lossless(
         if unknown:
             raise DepthDecayError(f"--peers holds '{unknown[0]}'; known are {', '.join(PEERS)}, or none of them: none")
         stored = stored if stored is None else drafter_of(stored)
-        if json_file is not None:
-            require_writable(json_file)
+        require_writable(json_file)
         loaded = options.load(quiet=True)
         if stored is None and loaded.name == opt.DEFAULT_MODEL:
             stored = opt.PlanOptions("default").load()
@@ -406,14 +378,9 @@ def _bench_lossless(
             compile_layers=compile,
             compared=compared,
             progress=say,
-            save=lambda part: None if json_file is None else write_result(json_file, part.to_dict()),
+            save=lambda part: write_result(json_file, part.to_dict()),
         )
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "tokens/s", "speed-up", "ideal", "accepted", "a pass", "differ"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures_table("", "tokens/s", "speed-up", "ideal", "accepted", "a pass", "differ")
     for row in report.lossless_rows:
         if row.error is not None:
             table.add_row(row.method, f"[red]failed: {row.error}[/]")
@@ -442,5 +409,4 @@ def _bench_lossless(
         "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers "
         "that are not full depth's, as in 16 bits where two tokens tie.[/]"
     )
-    if json_file is not None:
-        write_result(json_file, report.to_dict())
+    write_result(json_file, report.to_dict())

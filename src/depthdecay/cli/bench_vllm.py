@@ -6,12 +6,14 @@ import os
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from depthdecay.cli import options as opt
-from depthdecay.cli.show import working
+from depthdecay.cli.show import figures_table, working
 from depthdecay.cli.vllm import model_config, model_folder
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan import Plan
+from depthdecay.results import require_writable, write_result
 from depthdecay.schedule import exact_alpha, whole_number
 from depthdecay.vllm import ARCHITECTURES, check_version
 
@@ -35,11 +37,9 @@ def bench_vllm(
     # Both engines in this process, so that their turns are alike.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from depthdecay.results import require_writable, write_result
     from depthdecay.vllm.bench import run_bench
 
-    if json_file is not None:
-        require_writable(json_file)
+    require_writable(json_file)
     folder = model_folder(model)
     config = model_config(folder)
     stock = (config.architectures or [""])[0]
@@ -61,8 +61,7 @@ def bench_vllm(
     with working("preparing …") as say:
         rows = run_bench(folder, stock, plans, workloads=workloads.split(","), progress=say, **settings)
     _print_rows(model, rows)
-    if json_file is not None:
-        write_result(json_file, {"model": model, "settings": settings | {"threads": _threads()}, "vllm_rows": rows})
+    write_result(json_file, {"model": model, "settings": settings | {"threads": _threads()}, "vllm_rows": rows})
 
 
 def _threads() -> int:
@@ -72,12 +71,7 @@ def _threads() -> int:
 
 
 def _print_rows(model: str, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "", "median s", "tokens/s", "speed-up", "range", "ideal by layers"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = figures_table("", "", "median s", "tokens/s", "speed-up", "range", "ideal by layers")
     for row in rows:
         ratios = row["ratios"]
         table.add_row(

@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from depthdecay.cli import options as opt
-from depthdecay.cli.show import err_console, working
+from depthdecay.cli.show import err_console, figures_table, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.schedule import whole_number
 
@@ -89,9 +90,8 @@ def eval_command(
         report = evaluate(
             loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=_progress(say)
         )
-    if target is not None:
-        write_result(target, report.to_dict())
-        work.remove()
+    write_result(target, report.to_dict())
+    work.remove()
     _print_report(report)
 
 
@@ -107,8 +107,6 @@ def _progress(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _print_report(report: Report) -> None:
-    from rich.console import Console
-
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # a table in a file has no margin to keep
@@ -130,9 +128,6 @@ def _print_report(report: Report) -> None:
 
 def _table(report: Report) -> Table:
     """A line a method and budget; further measures and subtasks' mean where the task has them."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     shown = dict(_COLUMNS)
     if any(row.acceptance is not None for row in report.rows):
         shown["drafts\naccepted"] = lambda row: "–" if row.acceptance is None else f"{row.acceptance:.0%}"
@@ -140,9 +135,7 @@ def _table(report: Report) -> Table:
         shown[name] = _measure(name)
     if report.rows[0].group_mean is not None:
         shown["mean of\nsubtasks"] = lambda row: f"{100 * (row.group_mean or 0):.1f}"
-    table.add_column("")
-    for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table("", *shown, no_wrap=True)
     for row in report.rows:
         table.add_row(row.title, *(show(row) for show in shown.values()))
     return table

@@ -107,12 +107,10 @@ def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, 
     from depthdecay.cpu.fidelity import measure_rounding
     from depthdecay.results import require_writable, write_result
 
-    if json_file is not None:
-        require_writable(json_file)
+    require_writable(json_file)
     with working("measuring …", quiet=quiet) as say:
         found = measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
-    if json_file is not None:
-        write_result(json_file, found)
+    write_result(json_file, found)
     return found
 
 

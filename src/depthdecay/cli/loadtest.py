@@ -57,15 +57,13 @@ def loadtest(
         timeout_seconds=timeout,
         allow_remote=allow_remote,
     )
-    if output is not None:
-        require_writable(output)
+    require_writable(output)
     with working(f"{requests} requests …") as say:
         report = run_load(load, lambda done: say(f"{done} of {requests} requests …"))
     show(report)
-    if output is not None:
-        asked = {"requests": requests, "concurrency": concurrency, "arrival": arrival, "max_tokens": max_tokens}
-        asked |= {"rate": rate if arrival == "poisson" else None, "depth": list(load.depth), "hang_up": hang_up}
-        write_result(output, {"kind": "loadtest", "load": asked, **report.figures()})
+    asked = {"requests": requests, "concurrency": concurrency, "arrival": arrival, "max_tokens": max_tokens}
+    asked |= {"rate": rate if arrival == "poisson" else None, "depth": list(load.depth), "hang_up": hang_up}
+    write_result(output, {"kind": "loadtest", "load": asked, **report.figures()})
     if report.errors or any(value > 0 for value in report.left_behind.values()):
         raise typer.Exit(1)
 

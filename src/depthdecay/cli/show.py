@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ def out_console() -> Console:
 
 def err_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def figures_table(*headings: str, no_wrap: bool = False) -> Table:
+    """A table without lines. A column of figures has a heading, a column of names none."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=no_wrap and bool(heading))
+    return table
 
 
 def depth_style(depth: int, shallowest: int, num_layers: int) -> str:
