@@ -53,7 +53,7 @@ def test_what_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatc
 
         return decode
 
-    monkeypatch.setattr(bench_cpu, "_decoding", broken)
+    monkeypatch.setattr(bench_cpu, "decoding", broken)
     rows = {row.title: row for row in bench(precisions=("int8",)).rows}
     assert rows["full int8"].error == "RuntimeError: out of order"
     assert rows["generate float32"].error is None

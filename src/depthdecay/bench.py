@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
+Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers where they are counted
 METHODS = ("generate", "generate-static", "full", "decay")
 _TITLES = {
     "generate": "transformers generate",
@@ -137,43 +138,31 @@ def run_bench(
     settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
     costs = Costs(stack, plan)
     report = Report(name, settings, copy_bandwidth(device), costs.full() / 1e9)
-    with never_ending(stack.model):
-        contenders = {}
-        for method in methods:
-            progress(f"preparing {_TITLES[method]}")
-            contenders[method] = _Contender(method, model, plan, prompts, new_tokens, compile_layers)
-            contenders[method].set_up()
-        for number in range(rounds):
-            for method, contender in contenders.items():
-                progress(f"round {number + 1} of {rounds}: {_TITLES[method]}")
-                contender.measure()
-    full = contenders.get("full")
-    for contender in contenders.values():
-        report.rows.append(_row(contender, costs, plan, report, full))
+    contenders = {}
+    for method in methods:
+        progress(f"preparing {_TITLES[method]}")
+        contenders[method] = Contender(
+            _TITLES[method], _decoding(method, model, plan, prompts, new_tokens, compile_layers)
+        )
+        contenders[method].set_up()
+    measure_in_rounds(list(contenders.values()), rounds, progress)
+    for method, contender in contenders.items():
+        report.rows.append(_row(method, contender, costs, plan, report, contenders.get("full")))
     report.ratios = _ratios(contenders)
     return report
 
 
-class _Contender:
+@dataclass
+class Contender:
     """One way to decode, and its measured rounds."""
 
-    def __init__(
-        self, method: str, model: Any, plan: Plan, prompts: torch.Tensor, new_tokens: int, compile_layers: bool
-    ) -> None:
-        self.method = method
-        self.model = model
-        self.new_tokens = new_tokens
-        self.device = prompts.device
-        self.prompts = prompts
-        self.engine: Engine | None = None
-        if method in ("full", "decay"):
-            on_cuda = self.device.type == "cuda"
-            self.engine = Engine(model, plan=plan if method == "decay" else None, compile=compile_layers and on_cuda)
-        self.decode_seconds: list[float] = []
-        self.setup_seconds = 0.0
-        self.layers_executed: int | None = None
-        self.memory = 0
-        self.error: str | None = None
+    title: str
+    decode: Decode
+    seconds: list[float] = field(default_factory=list)
+    setup_seconds: float = 0.0
+    layers_executed: int | None = None
+    memory: int = 0  # on CUDA
+    error: str | None = None
 
     def set_up(self) -> None:
         """The first run: compilation, capture and warm-up, timed as a whole."""
@@ -185,58 +174,81 @@ class _Contender:
         if self.error is not None:
             return
         gc.collect()
-        if self.device.type == "cuda":
+        if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         try:
-            seconds = self._ours() if self.engine is not None else self._transformers()
+            seconds, self.layers_executed = self.decode()
         except Exception as error:
             self.error = failure(error)
             return
-        if self.device.type == "cuda":
+        if torch.cuda.is_initialized():
             self.memory = max(self.memory, torch.cuda.max_memory_allocated())
         if keep:
-            self.decode_seconds.append(seconds)
+            self.seconds.append(seconds)
 
-    def _ours(self) -> float:
-        assert self.engine is not None
-        # Greedy as the peers are; random weights have no end of text.
-        results = self.engine.generate(self.prompts.tolist(), self.new_tokens, mode=self.method, do_sample=False)
+
+def measure_in_rounds(contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None]) -> None:
+    """Everybody once a round, so that neighbours in time can be compared with each other."""
+    for number in range(rounds):
+        for contender in contenders:
+            progress(f"round {number + 1} of {rounds}: {contender.title}")
+            contender.measure()
+
+
+def _decoding(
+    method: str, model: Any, plan: Plan, prompts: torch.Tensor, new_tokens: int, compile_layers: bool
+) -> Decode:
+    if method in ("full", "decay"):
+        compile = compile_layers and prompts.device.type == "cuda"
+        engine = Engine(model, plan=plan if method == "decay" else None, compile=compile)
+        return decoding(engine, method, prompts, new_tokens)
+    static = {"cache_implementation": "static"} if method == "generate-static" else {}
+    return transformers_decoding(model, prompts, new_tokens, **static)
+
+
+def decoding(engine: Engine, mode: str, prompts: torch.Tensor, new_tokens: int) -> Decode:
+    """Ours. Greedy as the peers are; random weights have no end of text."""
+
+    def decode() -> tuple[float, int | None]:
+        with never_ending(engine.stack.model):
+            results = engine.generate(prompts.tolist(), new_tokens, mode=mode, do_sample=False)
         shortest = min(len(result.token_ids) for result in results)
-        if shortest != self.new_tokens:
-            raise DepthDecayError(f"decoding ended after {shortest} of {self.new_tokens} tokens")
-        self.layers_executed = results[0].layers_executed
-        return results[0].decode_seconds
+        if shortest != new_tokens:
+            raise DepthDecayError(f"decoding ended after {shortest} of {new_tokens} tokens")
+        return results[0].decode_seconds, results[0].layers_executed
 
-    def _transformers(self) -> float:
-        # A run of one token is the prompt's pass and generate's own preparation; the rest is decoding.
-        first = self._timed_generate(1)
-        return self._timed_generate(self.new_tokens) - first
+    return decode
 
-    def _timed_generate(self, tokens: int) -> float:
-        static = {"cache_implementation": "static"} if self.method == "generate-static" else {}
-        synchronize(self.device)
+
+def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **settings: Any) -> Decode:
+    """generate's. A run of one token is the prompt's pass and its own preparation; the rest is decoding."""
+
+    def generate(count: int) -> float:
+        mask = torch.ones_like(prompts)
+        synchronize(prompts.device)
         started = time.perf_counter()
         with torch.no_grad():
-            output = self.model.generate(
-                self.prompts,
-                attention_mask=torch.ones_like(self.prompts),
-                max_new_tokens=tokens,
-                do_sample=False,
-                **static,
-            )
-        synchronize(self.device)
-        assert output.shape[1] == self.prompts.shape[1] + tokens
+            output = model.generate(prompts, attention_mask=mask, max_new_tokens=count, do_sample=False, **settings)
+        synchronize(prompts.device)
+        assert output.shape[1] == prompts.shape[1] + count
         return time.perf_counter() - started
 
+    def decode() -> tuple[float, int | None]:
+        with never_ending(Stack.of(model).model):
+            first = generate(1)
+            return generate(new_tokens) - first, None
 
-def _row(contender: _Contender, costs: Costs, plan: Plan, report: Report, full: _Contender | None) -> Row:
-    row = Row(contender.method, _TITLES[contender.method], error=contender.error)
+    return decode
+
+
+def _row(method: str, contender: Contender, costs: Costs, plan: Plan, report: Report, full: Contender | None) -> Row:
+    row = Row(method, contender.title, error=contender.error)
     if contender.error is not None:
         return row
     batch, steps = report.settings["batch"], report.settings["new_tokens"] - 1
     full_plan = Plan.full(plan.num_layers)
-    own_plan = plan if contender.method == "decay" else full_plan
-    times = [1000 * seconds / steps for seconds in contender.decode_seconds]
+    own_plan = plan if method == "decay" else full_plan
+    times = [1000 * seconds / steps for seconds in contender.seconds]
     row.ms_per_token = statistics.median(times)
     row.ms_min, row.ms_max = min(times), max(times)
     row.tokens_per_second = batch * 1000 / row.ms_per_token
@@ -247,29 +259,32 @@ def _row(contender: _Contender, costs: Costs, plan: Plan, report: Report, full: 
     row.layers_executed = contender.layers_executed or plan.num_layers * tokens
     row.layer_speedup = plan.num_layers * tokens / row.layers_executed
     row.cost_speedup = costs.speedup(own_plan, tokens)
-    if full is not None and full.error is None and contender.method in ("full", "decay"):
-        row.wall_clock_speedup = _times_as_fast(contender, full)
+    speed = times_as_fast(contender, full) if method in ("full", "decay") else None
+    if speed is not None:
+        row.wall_clock_speedup = speed[0]
         row.realised = row.wall_clock_speedup / row.cost_speedup
     row.memory_gb = contender.memory / 1e9 if contender.memory else None
     row.setup_seconds = contender.setup_seconds
     return row
 
 
-def _ratios(contenders: dict[str, _Contender]) -> dict[str, float]:
+def _ratios(contenders: dict[str, Contender]) -> dict[str, float]:
     """How many times as fast ours is as each of transformers' ways."""
-    able = {method: contender for method, contender in contenders.items() if contender.error is None}
-    return {
-        f"{ours} against {theirs}": _times_as_fast(able[ours], able[theirs])
+    pairs = {
+        f"{ours} against {theirs}": times_as_fast(contenders[ours], contenders[theirs])
         for ours in ("full", "decay")
         for theirs in ("generate", "generate-static")
-        if ours in able and theirs in able
+        if ours in contenders and theirs in contenders
     }
+    return {name: speed[0] for name, speed in pairs.items() if speed is not None}
 
 
-def _times_as_fast(contender: _Contender, other: _Contender) -> float:
-    """By rounds: they are interleaved, so neighbours in time are compared with each other."""
-    pairs = zip(other.decode_seconds, contender.decode_seconds, strict=True)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+def times_as_fast(contender: Contender, other: Contender | None) -> list[float] | None:
+    """Median, least and most over rounds, where both have some."""
+    if other is None or contender.error is not None or other.error is not None:
+        return None
+    ratios = [theirs / ours for theirs, ours in zip(other.seconds, contender.seconds, strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
 def copy_bandwidth(device: torch.device) -> float:

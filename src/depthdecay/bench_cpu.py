@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import bench
+from .bench import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
 from .budget import Costs
 from .cpu.threads import threads
 from .engine import Engine
-from .errors import DepthDecayError, failure
+from .errors import DepthDecayError
 from .models import LoadedModel
 from .plan import Plan
 from .schedule import whole_number
@@ -61,27 +61,12 @@ class CpuReport:
 
 
 @dataclass
-class _Contender:
-    title: str
-    decode: Callable[[], float]  # runs once; seconds of decoding
-    step_bytes: float
-    seconds: list[float] = field(default_factory=list)
-    error: str | None = None
+class _CpuContender(Contender):
+    step_bytes: float = 0.0
     full: str | None = None  # the title of the same precision at full depth
     plan: Plan | None = None
     costs: Costs | None = None
     close: Callable[[], None] = lambda: None
-
-    def measure(self, keep: bool = True) -> None:
-        if self.error is not None:
-            return
-        try:
-            seconds = self.decode()
-        except Exception as error:
-            self.error = failure(error)
-            return
-        if keep:
-            self.seconds.append(seconds)
 
 
 def run_cpu_bench(
@@ -136,10 +121,7 @@ def run_cpu_bench(
     for contender in contenders:
         progress(f"warming up {contender.title}")
         contender.measure(keep=False)
-    for number in range(rounds):
-        for contender in contenders:
-            progress(f"round {number + 1} of {rounds}: {contender.title}")
-            contender.measure()
+    measure_in_rounds(contenders, rounds, progress)
     for contender in contenders:
         contender.close()
     by_title = {contender.title: contender for contender in contenders}
@@ -150,29 +132,15 @@ def run_cpu_bench(
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _transformers(name: str, loaded: LoadedModel, prompt: torch.Tensor, new_tokens: int) -> _Contender:
-    model = loaded.model
-
-    def generate(count: int) -> float:
-        started = time.perf_counter()
-        with torch.no_grad():
-            output: Any = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False
-            )
-        assert output.shape[1] == prompt.shape[1] + count
-        return time.perf_counter() - started
-
-    def decode() -> float:
-        with bench.never_ending(model):
-            # A run of one token is the prompt's pass and generate's own preparation; the rest is decoding.
-            first = generate(1)
-            return generate(new_tokens) - first
-
-    stack = Stack.of(model)
-    return _Contender(f"generate {name}", decode, sum(stack.layer_bytes()) + stack.head_bytes())
+def _transformers(name: str, loaded: LoadedModel, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
+    stack = Stack.of(loaded.model)
+    decode = transformers_decoding(loaded.model, prompt, new_tokens)
+    return _CpuContender(f"generate {name}", decode, step_bytes=sum(stack.layer_bytes()) + stack.head_bytes())
 
 
-def _ours(precision: str, loaded: LoadedModel, plan: Plan, prompt: torch.Tensor, new_tokens: int) -> list[_Contender]:
+def _ours(
+    precision: str, loaded: LoadedModel, plan: Plan, prompt: torch.Tensor, new_tokens: int
+) -> list[_CpuContender]:
     quantize = precision if precision in ("int8", "int4") else "none"
     made = []
     for mode in ("full", "decay"):
@@ -180,10 +148,10 @@ def _ours(precision: str, loaded: LoadedModel, plan: Plan, prompt: torch.Tensor,
         own = plan if mode == "decay" else engine.full_plan
         costs = Costs(engine.stack, own, engine.repairs)
         made.append(
-            _Contender(
+            _CpuContender(
                 f"{mode} {precision}",
-                _decoding(engine, mode, prompt, new_tokens),
-                costs.per_step(own, new_tokens),
+                decoding(engine, mode, prompt, new_tokens),
+                step_bytes=costs.per_step(own, new_tokens),
                 full=f"full {precision}",
                 plan=own,
                 costs=costs,
@@ -192,18 +160,7 @@ def _ours(precision: str, loaded: LoadedModel, plan: Plan, prompt: torch.Tensor,
     return made
 
 
-def _decoding(engine: Engine, mode: str, prompt: torch.Tensor, new_tokens: int) -> Callable[[], float]:
-    def decode() -> float:
-        with bench.never_ending(engine.stack.model):
-            result = engine.generate(prompt.tolist(), new_tokens, mode=mode, do_sample=False)[0]
-        if len(result.token_ids) != new_tokens:
-            raise DepthDecayError(f"decoding ended after {len(result.token_ids)} of {new_tokens} tokens")
-        return result.decode_seconds
-
-    return decode
-
-
-def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _Contender:
+def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
     """llama.cpp on the same file, called as directly as its package allows: one decode and one argmax a token."""
     import llama_cpp
     import numpy as np
@@ -214,7 +171,7 @@ def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _Contender:
     )
     ids = prompt[0].tolist()
 
-    def decode() -> float:
+    def decode() -> tuple[float, int | None]:
         model.reset()
         model.eval(ids)
         token = (llama_cpp.llama_token * 1)(ids[-1])
@@ -224,9 +181,9 @@ def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _Contender:
                 raise DepthDecayError("llama.cpp could not decode")
             logits = llama_cpp.llama_get_logits(model.ctx)
             token[0] = int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
-        return time.perf_counter() - started
+        return time.perf_counter() - started, None
 
-    return _Contender(LLAMA, decode, _file_bytes(gguf), close=model.close)
+    return _CpuContender(LLAMA, decode, step_bytes=_file_bytes(gguf), close=model.close)
 
 
 def _file_bytes(gguf: Path) -> int:
@@ -243,7 +200,7 @@ def _llama_facts() -> dict[str, str]:
     return {"llama-cpp-python": llama_cpp.__version__, "system": llama_cpp.llama_print_system_info().decode().strip()}
 
 
-def _row(contender: _Contender, others: dict[str, _Contender], report: CpuReport, new_tokens: int) -> CpuRow:
+def _row(contender: _CpuContender, others: dict[str, _CpuContender], report: CpuReport, new_tokens: int) -> CpuRow:
     row = CpuRow(contender.title, error=contender.error)
     if contender.error is not None:
         return row
@@ -253,23 +210,15 @@ def _row(contender: _Contender, others: dict[str, _Contender], report: CpuReport
     row.tokens_per_second = 1000 / row.ms_per_token
     row.gigabytes_per_step = contender.step_bytes / 1e9
     row.bandwidth_share = contender.step_bytes / row.ms_per_token / 1e6 / report.read_gb_per_second
-    row.times_generate = _times_as_fast(contender, others.get(BASELINE))
-    row.times_llama = _times_as_fast(contender, others.get(LLAMA))
+    row.times_generate = times_as_fast(contender, others.get(BASELINE))
+    row.times_llama = times_as_fast(contender, others.get(LLAMA))
     if contender.plan is not None and contender.costs is not None:
         row.layer_speedup = contender.plan.layer_speedup(new_tokens)
         row.cost_speedup = contender.costs.speedup(contender.plan, new_tokens)
-        speed = _times_as_fast(contender, others.get(contender.full or ""))
+        speed = times_as_fast(contender, others.get(contender.full or ""))
         row.wall_clock_speedup = speed[0] if speed is not None else None
         row.realised = None if row.wall_clock_speedup is None else row.wall_clock_speedup / row.cost_speedup
     return row
-
-
-def _times_as_fast(contender: _Contender, other: _Contender | None) -> list[float] | None:
-    """Median, least and most over rounds: neighbours in time are compared with each other."""
-    if other is None or other.error is not None:
-        return None
-    ratios = [theirs / ours for theirs, ours in zip(other.seconds, contender.seconds, strict=True)]
-    return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
 def read_bandwidth() -> float:
