@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from depthdecay.engine import Engine
 
 SPEEDUPS = ("1.1", "1.25", "1.5", "2")
-# Beyond it so few texts go on that a position says more about which they are than about its place.
-_LEAST_SHARE = 0.25
 _LARGEST = 1e9  # that any figure of a result file can be
 
 
@@ -79,7 +77,7 @@ def analyze(
 ) -> Analysis:
     """Let the full model answer, then measure each layer alone and, where the engine has one, its plan."""
     from depthdecay.calibrate.continuations import continue_prompts
-    from depthdecay.calibrate.fidelity import Simulator
+    from depthdecay.calibrate.fidelity import Simulator, shown_positions
     from depthdecay.calibrate.recording import Recording
 
     answers = continue_prompts(
@@ -96,7 +94,7 @@ def analyze(
     for layer in range(layers):
         progress(f"measuring without layer {layer}, of {layers}")
         dropped.append(simulator.measure(Plan.constant(layers, layers - 1, drop_order=[layer])))
-    shown = _shown_positions(dropped[0])
+    shown = shown_positions(dropped[0].tokens_by_position)
     made = Analysis(
         num_layers=layers,
         prompts=dropped[0].prompts,
@@ -156,12 +154,6 @@ def _plan_fidelity(
     if unmeasured.ladder != plan.ladder:
         found["middle-out"] = simulator.measure(unmeasured)
     return found
-
-
-def _shown_positions(fidelity: Fidelity) -> int:
-    """How many positions enough of the texts reach; later ones are never reached by more."""
-    counts = fidelity.tokens_by_position
-    return sum(count >= _LEAST_SHARE * counts[0] for count in counts)
 
 
 def read_quality(files: Sequence[str]) -> list[QualityPoint]:

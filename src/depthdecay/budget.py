@@ -67,18 +67,18 @@ def cost_speedup(plan: Plan, stack: Stack, tokens: int, repairs: Repairs | None 
 
 def stored_plan(plan: Plan, speedup: float) -> Plan:
     """The plan that was calibrated for this speed-up and lies beside the given one, else the given one."""
-    if plan.folder is None:
-        return plan
-    beside = plan.folder / f"speedup-{speedup:g}"
-    return Plan.load(beside) if (beside / PLAN_FILE).is_file() else plan
+    return _beside(plan, f"speedup-{speedup:g}")
 
 
 def drafter_of(plan: Plan) -> Plan:
     """The plan that was calibrated to draft with and lies beside the given one, else the given one."""
-    if plan.folder is None:
+    return _beside(plan, LOSSLESS_FOLDER)
+
+
+def _beside(plan: Plan, name: str) -> Plan:
+    if plan.folder is None or not (plan.folder / name / PLAN_FILE).is_file():
         return plan
-    beside = plan.folder / LOSSLESS_FOLDER
-    return Plan.load(beside) if (beside / PLAN_FILE).is_file() else plan
+    return Plan.load(plan.folder / name)
 
 
 def plan_at_speedup(

@@ -46,29 +46,13 @@ def _closest(budget: Budget, lowest: int, plan_at: Callable[[int], Plan]) -> Pla
     return plan_at(min(executed, key=lambda depth: abs(executed[depth] - budget.layers)))
 
 
-def _full(budget: Budget) -> Plan:
-    return Plan.full(budget.num_layers)
-
-
 def _decay(budget: Budget) -> Plan:
     return Plan.for_speedup(budget.num_layers, budget.speedup, over_tokens=budget.over_tokens)
-
-
-def _skipdecode(budget: Budget) -> Plan:
-    return _closest(budget, 2, lambda depth: Plan.skipdecode(budget.num_layers, depth, budget.over_tokens))
 
 
 def _constant(budget: Budget) -> Plan:
     lowest = Plan.constant(budget.num_layers, budget.num_layers).ladder.min_layers
     return _closest(budget, lowest, lambda depth: Plan.constant(budget.num_layers, depth))
-
-
-def _unified(budget: Budget) -> Plan:
-    return _closest(budget, 2, lambda depth: Plan.unified(budget.num_layers, depth))
-
-
-def _early_exit(budget: Budget) -> Plan:
-    return _closest(budget, 1, lambda depth: Plan.early_exit(budget.num_layers, depth))
 
 
 def _shortgpt(budget: Budget) -> Plan:
@@ -80,13 +64,13 @@ def _shortgpt(budget: Budget) -> Plan:
 
 
 PEER_RULES: dict[str, Callable[[Budget], Plan]] = {
-    "full": _full,
+    "full": lambda budget: Plan.full(budget.num_layers),
     "decay": _decay,
     "middle-out": _decay,
-    "skipdecode": _skipdecode,
+    "skipdecode": lambda b: _closest(b, 2, lambda depth: Plan.skipdecode(b.num_layers, depth, b.over_tokens)),
     "constant": _constant,
-    "unified": _unified,
-    "early-exit": _early_exit,
+    "unified": lambda b: _closest(b, 2, lambda depth: Plan.unified(b.num_layers, depth)),
+    "early-exit": lambda b: _closest(b, 1, lambda depth: Plan.early_exit(b.num_layers, depth)),
     "shortgpt": _shortgpt,
 }
 

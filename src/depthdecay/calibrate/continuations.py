@@ -89,7 +89,6 @@ def split_prompts(
     held_out: int,
     longest: int | None,
     seed: int,
-    where: str = "the prompts",
 ) -> Split:
     """Shuffle, drop repeats and prompts that do not fit, and deal out the two parts.
 
@@ -115,7 +114,7 @@ def split_prompts(
     if len(fitting) < 12:
         long = f" ({left_out} are longer than {longest} tokens and were left out)" if left_out else ""
         raise DepthDecayError(
-            f"{where} hold {len(fitting)} different prompts that fit{long}; calibration needs at least 12, "
+            f"the prompts hold {len(fitting)} different prompts that fit{long}; calibration needs at least 12, "
             "since some are held out"
         )
     if len(fitting) < wanted:

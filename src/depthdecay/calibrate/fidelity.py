@@ -8,6 +8,7 @@ what decoding token by token would.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +47,11 @@ def depth_segments(plan: Plan, columns: int) -> dict[int, tuple[int, int]]:
     """The columns (first, behind the last) that run at each depth; column j predicts T_(j+1)."""
     depths = [plan.depth(column + 1) for column in range(columns)]
     return {depth: (depths.index(depth), columns - depths[::-1].index(depth)) for depth in sorted(set(depths))}
+
+
+def shown_positions(tokens_by_position: Sequence[int]) -> int:
+    """How many positions a quarter of the texts reach: later ones say more about which these are than about place."""
+    return sum(count >= tokens_by_position[0] / 4 for count in tokens_by_position)
 
 
 class Simulator:

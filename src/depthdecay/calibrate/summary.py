@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdecay.calibrate.fidelity import Simulator
+from depthdecay.calibrate.fidelity import Simulator, shown_positions
 from depthdecay.calibrate.run import Calibrated, Calibration
 from depthdecay.plan import Plan
 
@@ -13,8 +13,7 @@ def report_data(run: Calibration, made: Calibrated, command: str) -> dict[str, A
     """The figures of one plan in the schema of `report.write_report`."""
     figures = made.figures
     repaired, plain = figures["repaired"], figures["plain"]
-    few = [index for index, count in enumerate(repaired["tokens_by_position"]) if count >= repaired["prompts"] / 4]
-    shown = len(few)  # positions that few texts reach are noise
+    shown = shown_positions(repaired["tokens_by_position"])
     promise = dict(figures["promise"])
     return {
         "model": run.name,

@@ -341,12 +341,9 @@ def _bench_lossless(
 
         from depthdecay.bench_lossless import PEERS, run_lossless_bench
         from depthdecay.budget import drafter_of
-        from depthdecay.calibrate.continuations import read_prompts
-        from depthdecay.evaluate.task import TaskOptions, open_task
         from depthdecay.prompts import token_ids
 
-        texts = read_prompts(prompts)[:limit] if task is None else []
-        questions = None if task is None else open_task(task, TaskOptions(data=prompts))
+        asked = opt.prompts_of(prompts, task)
         unknown = [peer for peer in peers or () if peer not in PEERS]
         if unknown:
             raise DepthDecayError(f"--peers holds '{unknown[0]}'; known are {', '.join(PEERS)}, or none of them: none")
@@ -358,8 +355,6 @@ def _bench_lossless(
         helper = (
             None if assistant is None else opt.ModelOptions(assistant, options.device, options.dtype).load(True).model
         )
-        if questions is not None:
-            texts = questions.prompts_for(loaded.tokenizer)[:limit]
         vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
         plans: dict[str, Plan | None] = {"guessed layers": None}
         if stored is not None and stored.repairs is not None:
@@ -370,7 +365,7 @@ def _bench_lossless(
             loaded.model,
             loaded.tokenizer,
             loaded.name,
-            [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in texts],
+            [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
             plans,
             new_tokens=new_tokens,
             peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],

@@ -77,37 +77,31 @@ def calibrate(
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
     from depthdecay.budget import LOSSLESS_FOLDER
-    from depthdecay.calibrate import Calibration, Goal, Settings, read_prompts
+    from depthdecay.calibrate import Calibration, Goal, Settings
     from depthdecay.calibrate.drafter import LOWEST_SHARE
 
     goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
     further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}
     if lossless and not alone:
         further[LOSSLESS_FOLDER] = Goal(lossless=True)
-    texts = read_prompts(prompts) if task is None else None
-    examples = None if task is None else _open_task(task, prompts)
+    asked = opt.prompts_of(prompts, task)
     folder = make_folder(out)
     loaded = model.load()
     if model.quantize in ("int8", "int4"):
         from depthdecay.cpu.stack import widen_in_place
 
         widen_in_place(loaded.model, model.quantize, loaded.origin)
-    if examples is not None:
-        texts = examples.prompts_for(loaded.tokenizer)
-    assert texts is not None
-    settings = Settings.for_device(loaded.model.device)
-    given: dict[str, Any] = {
-        name: value for name, (value, _) in counts.items() if value is not None and not name.startswith("repair_")
-    }
-    settings = replace(settings, **given, seed=seed)
-    settings = settings if variety else replace(settings, variety=0.0)
-    settings = replace(settings, minutes=minutes) if minutes is not None else settings
+    given: dict[str, Any] = {name: value for name, (value, _) in counts.items() if not name.startswith("repair_")}
+    given |= {"minutes": minutes, "variety": None if variety else 0.0, "seed": seed}
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = replace(Settings.for_device(loaded.model.device), **said)
     if goal.speedup is not None or (goal.lossless and others):
         settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup or 1.0, *others])))
     if lossless:
         settings = replace(settings, lowest_share=min(settings.lowest_share, LOWEST_SHARE))
     settings = _with_sizes(settings, repair_rank, repair_neurons)
     with working("calibrating …", lasting=True) as say:
+        texts = asked(loaded.tokenizer)
         run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
         made = run.make(goal)
         _save(run, made, folder)
@@ -123,12 +117,6 @@ def sensible_speedup(name: str, text: str) -> float:
     if not 1 < value <= 10:
         raise DepthDecayError(f"{name} holds {text.strip()}; expected a number above 1 and at most 10")
     return float(value)
-
-
-def _open_task(name: str, data: str) -> Any:
-    from depthdecay.evaluate.task import TaskOptions, open_task
-
-    return open_task(name, TaskOptions(data=data))
 
 
 def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Settings:
@@ -152,36 +140,28 @@ def _save(run: Calibration, made: Calibrated, folder: Path) -> None:
 
 def _print(made: Calibrated, folder: Path) -> None:
     promise, measured, plain = made.figures["promise"], made.figures["repaired"], made.figures["plain"]
-    console = out_console()
-    console.print(made.plan.describe(), markup=False, highlight=False)
-    console.print(
+    tell = partial(out_console().print, markup=False)
+    tell(made.plan.describe())
+    tell(
         f"held out: KL {measured['kl']:.4f} (plain dropping {plain['kl']:.4f}), agreement {measured['agreement']:.4f}; "
         f"layer speed-up {promise['layer_speedup']:.3f}x ({promise['layer_speedup_with_repairs']:.3f}x with repairs "
-        f"counted), cost speed-up {promise['cost_speedup']:.3f}x over {made.plan.notes['over_tokens']} tokens",
-        markup=False,
-        highlight=False,
+        f"counted), cost speed-up {promise['cost_speedup']:.3f}x over {made.plan.notes['over_tokens']} tokens"
     )
     elsewhere = made.figures["elsewhere"]
     if elsewhere is not None:
-        console.print(
+        tell(
             f"on other kinds of text: KL {elsewhere['kl']:.4f} (plain dropping {elsewhere['plain_kl']:.4f}), agreement "
-            f"{elsewhere['agreement']:.4f}",
-            markup=False,
-            highlight=False,
+            f"{elsewhere['agreement']:.4f}"
         )
     drafting = made.figures.get("drafting")
     if drafting is not None:
-        console.print(
+        tell(
             f"in lossless mode: {drafting['acceptance']:.1%} of drafts right, each {drafting['cost']:.2f} of a step; "
-            f"{drafting['speedup']:.2f}x expected with windows of {drafting['window']}",
-            markup=False,
-            highlight=False,
+            f"{drafting['speedup']:.2f}x expected with windows of {drafting['window']}"
         )
     if promise["budget"] is not None:
-        console.print(
+        tell(
             f"promise: {promise['measure']} {promise['held_out']:.4f}, at most {promise['bound']:.4f} with 95% "
-            f"confidence; asked for {promise['budget']:g}",
-            markup=False,
-            highlight=False,
+            f"confidence; asked for {promise['budget']:g}"
         )
-    console.print(f"plan and report: {folder}", markup=False, highlight=False)
+    tell(f"plan and report: {folder}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 
 from depthdecay.cli import options as opt
-from depthdecay.cli.show import err_console, figures_table, working
+from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.schedule import whole_number
 
@@ -74,7 +73,7 @@ def eval_command(
     names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
     budgets = checked_speedups(_listed(speedups))
     stored = opt.PlanOptions(plan).load()
-    with working("preparing …") as say:
+    with working("preparing …", lasting=True) as say:
         loaded = model.load(quiet=True)
         if loaded.tokenizer is None:
             raise DepthDecayError(
@@ -87,9 +86,7 @@ def eval_command(
             names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)
         )
         work = WorkFile.beside(target) if target is not None else WorkFile(None)
-        report = evaluate(
-            loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=_progress(say)
-        )
+        report = evaluate(loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=say)
     write_result(target, report.to_dict())
     work.remove()
     _print_report(report)
@@ -97,13 +94,6 @@ def eval_command(
 
 def _listed(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _progress(say: Callable[[str], None]) -> Callable[[str], None]:
-    """A spinner in a terminal; in a log a line, for runs take long."""
-    if err_console().is_terminal:
-        return say
-    return lambda message: print(message, file=sys.stderr, flush=True)
 
 
 def _print_report(report: Report) -> None:

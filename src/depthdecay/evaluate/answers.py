@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -164,19 +165,16 @@ class Answerer:
 
     def _cut(self, result: Result) -> Answer:
         """The text up to a stop string, and the tokens up to the one that completed it."""
-        ids = result.token_ids
-        text = self._text(ids)
-        if first_stop(text, self.questions.stop) is None:
-            return _account(result, text, len(ids))
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if first_stop(self._text(ids[:middle]), self.questions.stop) is None:
-                low = middle + 1
-            else:
-                high = middle
-        text = self._text(ids[:low])
-        return _account(result, text[: first_stop(text, self.questions.stop)], low)
+        ids, stop = result.token_ids, self.questions.stop
+        text, count = self._text(ids), len(ids)
+        if first_stop(text, stop) is not None:
+
+            def is_complete(tokens: int) -> bool:
+                return first_stop(self._text(ids[:tokens]), stop) is not None
+
+            count = 1 + bisect_left(range(1, count), True, key=is_complete)
+            text = self._text(ids[:count])
+        return _account(result, text[: first_stop(text, stop)], count)
 
     def _text(self, ids: Sequence[int]) -> str:
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
