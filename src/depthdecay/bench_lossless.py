@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .devices import synchronize
@@ -341,11 +342,7 @@ def run_step_costs(
 
 def _between(known: dict[int, float], tokens: int) -> float:
     """What lies between two numbers of tokens that were timed."""
-    if tokens in known:
-        return known[tokens]
-    low = max(count for count in known if count < tokens)
-    high = min(count for count in known if count > tokens)
-    return known[low] + (known[high] - known[low]) * (tokens - low) / (high - low)
+    return float(np.interp(tokens, list(known), list(known.values())))
 
 
 def _paced(lane: Lane, pace: Pace, depths: Sequence[int]) -> Pace:

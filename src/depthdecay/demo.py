@@ -62,7 +62,7 @@ def demo(
 ) -> None:
     """The same question at full depth and with decay, side by side in numbers and in a picture."""
     new_tokens = max_new_tokens if max_new_tokens is not None else NEW_TOKENS
-    opt.check_new_tokens(new_tokens)
+    opt.at_least(1, max_new_tokens=new_tokens)
     if not question.strip():
         raise DepthDecayError("the question is empty; give at least one word")
     as_shipped = model == opt.DEFAULT_MODEL and speedup is None and warmup_tokens is None

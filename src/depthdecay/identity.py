@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
@@ -87,15 +87,18 @@ def identity(model: Any, name: str | None = None) -> ModelIdentity:
     from depthdecay.fingerprint import base_model, weight_samples
 
     inner = base_model(model)
-    config = inner.config.get_text_config(decoder=True)
+    shape = config_identity(inner.config.get_text_config(decoder=True), type(inner).__name__)
+    return replace(shape, name=name, fingerprint=weight_samples(inner) or None)
+
+
+def config_identity(config: Any, architecture: str) -> ModelIdentity:
+    """The shape of a model by its configuration, without its weights."""
     return ModelIdentity(
-        architecture=type(inner).__name__,
+        architecture=architecture,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         vocab_size=config.vocab_size,
-        name=name,
-        fingerprint=weight_samples(inner) or None,
     )
 
 

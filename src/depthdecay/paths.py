@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from depthdecay.errors import DepthDecayError
@@ -48,18 +50,21 @@ def package_file(package: str, inside: str) -> Path | None:
     return None
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write beside the target and rename: nobody ever sees half a file, and several may write the same one at once.
+@contextmanager
+def made_aside(path: Path) -> Iterator[Path]:
+    """Where to make a file: it takes its place once it is on the disk, so that nobody ever sees half of it.
 
-    Not by tempfile, whose files only their owner may read.
+    Several may make the same one at once. In a folder, since of tempfile's own files only their owner may read them.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with draft.open("xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        yield made
+        with made.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+        made.replace(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    with made_aside(path) as made:
+        made.write_bytes(content.encode() if isinstance(content, str) else content)
     return path

@@ -12,7 +12,6 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.paths import make_folder
-from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
     from depthdecay.figures import Chart
@@ -41,8 +40,8 @@ def analyze(
     new_tokens: Annotated[int, _measurement(help="Tokens per answer.")] = 200,
 ) -> None:
     """Draw what a model's text and layers are like by position, what a plan costs, and speed against quality."""
-    whole_number("--limit", limit, 1)
-    whole_number("--new-tokens", new_tokens, 2)
+    opt.at_least(1, limit=limit)
+    opt.at_least(2, new_tokens=new_tokens)
     files = [*(results or []), *(more_results or [])]
     if prompts is None and not files:
         raise DepthDecayError("there is nothing to analyze; give --prompts to measure on, or --results to draw")

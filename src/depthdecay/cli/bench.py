@@ -14,7 +14,6 @@ from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, refu
 from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.results import require_writable, write_result
-from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,10 +100,8 @@ def bench(
         return
     if shape is not None and model is not None:
         raise DepthDecayError("--shape and --model were given together; bench one of them at a time")
-    for name, value, least in (("--new-tokens", new_tokens, 2), ("--prompt-tokens", prompt_tokens, 1)):
-        whole_number(name, value, least)
-    for name, value in (("--batch", batch), ("--rounds", rounds)):
-        whole_number(name, value, 1)
+    opt.at_least(2, new_tokens=new_tokens)
+    opt.at_least(1, prompt_tokens=prompt_tokens, batch=batch, rounds=rounds)
     require_writable(json_file)
     if plan is None and alpha is None and speedup is None:
         speedup = "1.25"
@@ -294,7 +291,7 @@ def _bench_step_costs(
     shape: str, device: str | None, dtype: str | None, prompt_tokens: int, compile: bool, json_file: str | None
 ) -> None:
     """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
-    whole_number("--prompt-tokens", prompt_tokens, 1)
+    opt.at_least(1, prompt_tokens=prompt_tokens)
     require_writable(json_file)
     with working("preparing …") as say:
         from depthdecay.bench_lossless import run_step_costs
@@ -331,10 +328,9 @@ def _bench_lossless(
     json_file: str | None,
 ) -> None:
     """Drafters: layers by guess, the plan's ladder without its maps, and the plan as it is."""
-    whole_number("--limit", limit, 1)
-    if compared is not None:
-        whole_number("--compared", compared, 0)
-    whole_number("--new-tokens", new_tokens, 2)
+    opt.at_least(1, limit=limit)
+    opt.at_least(0, compared=compared)
+    opt.at_least(2, new_tokens=new_tokens)
     stored = plan_options.load()
     with working("preparing …", lasting=True) as say:
         from dataclasses import replace

@@ -14,7 +14,7 @@ from depthdecay.cli.vllm import model_config, model_folder
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan import Plan
 from depthdecay.results import require_writable, write_result
-from depthdecay.schedule import exact_alpha, whole_number
+from depthdecay.schedule import exact_alpha
 from depthdecay.vllm import ARCHITECTURES, check_version
 
 
@@ -29,9 +29,8 @@ def bench_vllm(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
 ) -> None:
     """Measure vLLM with the plug-in: stock, full depth, layer speed-ups 1.25 and 1.5, and an alpha by hand."""
-    for name, value, least in (("--new-tokens", new_tokens, 8), ("--prompt-tokens", prompt_tokens, 1)):
-        whole_number(name, value, least)
-    whole_number("--rounds", rounds, 1)
+    opt.at_least(8, new_tokens=new_tokens)
+    opt.at_least(1, prompt_tokens=prompt_tokens, rounds=rounds)
     exact_alpha(alpha)
     check_version()
     # Both engines in this process, so that their turns are alike.

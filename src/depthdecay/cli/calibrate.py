@@ -13,7 +13,7 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.paths import make_folder
-from depthdecay.schedule import exact_decimal, whole_number
+from depthdecay.schedule import exact_decimal
 
 if TYPE_CHECKING:
     from depthdecay.calibrate import Calibrated, Calibration, Settings
@@ -58,21 +58,12 @@ def calibrate(
     alone = max_kl is None and max_agreement_loss is None and speedup is None
     if alone and not lossless:
         max_kl = DEFAULT_MAX_KL
-    counts = {
-        "fit_prompts": (fit_prompts, 8),
-        "held_out_prompts": (held_out_prompts, 4),
-        "new_tokens": (new_tokens, 8),
-        "beam": (beam, 1),
-        "width": (width, 1),
-        "repair_rank": (repair_rank, 1),
-        "repair_neurons": (repair_neurons, 0),
-    }
-    for name, (value, least) in counts.items():
-        if value is not None:
-            whole_number(f"--{name.replace('_', '-')}", value, least)
+    opt.at_least(8, fit_prompts=fit_prompts, new_tokens=new_tokens)
+    opt.at_least(4, held_out_prompts=held_out_prompts)
+    opt.at_least(1, beam=beam, width=width, repair_rank=repair_rank)
+    opt.at_least(0, repair_neurons=repair_neurons, seed=seed)
     if minutes is not None and not minutes > 0:
         raise DepthDecayError(f"--minutes is {minutes}; expected a number above 0")
-    whole_number("--seed", seed, 0)
     wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
@@ -91,8 +82,10 @@ def calibrate(
         from depthdecay.cpu.stack import widen_in_place
 
         widen_in_place(loaded.model, model.quantize, loaded.origin)
-    given: dict[str, Any] = {name: value for name, (value, _) in counts.items() if not name.startswith("repair_")}
-    given |= {"minutes": minutes, "variety": None if variety else 0.0, "seed": seed}
+    given: dict[str, Any] = {
+        **{"fit_prompts": fit_prompts, "held_out_prompts": held_out_prompts, "new_tokens": new_tokens},
+        **{"beam": beam, "width": width, "minutes": minutes, "variety": None if variety else 0.0, "seed": seed},
+    }
     said = {name: value for name, value in given.items() if value is not None}
     settings = replace(Settings.for_device(loaded.model.device), **said)
     if goal.speedup is not None or (goal.lossless and others):

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
-from depthdecay.schedule import whole_number
 
 
 @opt.grouped()
@@ -29,15 +28,16 @@ def check(
     as_json: opt.Json = False,
 ) -> None:
     """Check full depth and decay against transformers' own generate, and that the model is left as it was."""
-    whole_number("--new-tokens", new_tokens, 1)
+    opt.at_least(1, new_tokens=new_tokens)
     stored = plan.load()
     options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
     loaded = options.load(quiet=as_json)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
     from depthdecay.check import check_model, default_plan
+    from depthdecay.stack import Stack
 
-    chosen = chosen or default_plan(opt.num_layers(loaded.model), new_tokens)
+    chosen = chosen or default_plan(Stack.of(loaded.model).num_layers, new_tokens)
     number_type = str(loaded.model.dtype).removeprefix("torch.")
     console = out_console()
     if not as_json:

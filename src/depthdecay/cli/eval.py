@@ -12,7 +12,6 @@ from rich.console import Console
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,9 +54,7 @@ def eval_command(
     answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, a line each.")] = None,
 ) -> None:
     """Measure quality: every method on the same questions at the same layer budget, against full depth."""
-    opt.check_new_tokens(max_new_tokens)
-    whole_number("--over", over, 1)
-    whole_number("--batch", batch, 1)
+    opt.at_least(1, max_new_tokens=max_new_tokens, over=over, batch=batch)
     from depthdecay.evaluate.methods import checked_speedups, chosen_methods
     from depthdecay.evaluate.task import TaskOptions, open_task
     from depthdecay.paths import expanded

@@ -13,7 +13,6 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import depth_curve, out_console
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import Ladder
-from depthdecay.schedule import whole_number
 
 if TYPE_CHECKING:
     from depthdecay.engine import Engine
@@ -40,11 +39,8 @@ def info(
     as_json: opt.Json = False,
 ) -> None:
     """Show a model's layers and sizes; with --plan, --alpha or --speedup also what that saves."""
-    if tokens is not None:
-        whole_number("--tokens", tokens, 1)
-    if fidelity is not None:
-        whole_number("--fidelity", fidelity, 1)
-    elif json_file is not None:
+    opt.at_least(1, tokens=tokens, fidelity=fidelity)
+    if fidelity is None and json_file is not None:
         raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
     length = tokens or plan.over or opt.DEFAULT_OVER
     loaded, engine = opt.open_engine(model, plan, length, quiet=as_json, allow_other_weights=allow_other_weights)

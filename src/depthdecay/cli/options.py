@@ -135,10 +135,9 @@ class PlanOptions:
             if self.alpha is None and self.speedup is None:
                 raise DepthDecayError(f"{name} was given without a decay to shape; add --alpha or --speedup")
             whole_number(name, value, least)
-        if self.over is not None:
-            if self.speedup is None:
-                raise DepthDecayError("--over says what --speedup is averaged over, and was given without it")
-            whole_number("--over", self.over, 1)
+        if self.over is not None and self.speedup is None:
+            raise DepthDecayError("--over says what --speedup is averaged over, and was given without it")
+        at_least(1, over=self.over)
         if self.alpha is not None:
             exact_alpha(self.alpha)
         if self.speedup is not None and exact_decimal("speed-up", self.speedup) < 1:
@@ -316,7 +315,7 @@ def open_engine(
     allow_other_weights: bool = False,
 ) -> tuple[LoadedModel, Engine]:
     """Everything that can be refused without the model is refused first."""
-    check_new_tokens(new_tokens)
+    at_least(1, max_new_tokens=new_tokens)
     if mode not in (None, "full", "decay", "lossless"):
         raise DepthDecayError(f"--mode is {mode!r}; expected full, decay or lossless")
     if mode == "decay" and not plan.given:
@@ -338,15 +337,11 @@ def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:
     return (engine.plan or engine.full_plan).depth((new_tokens or DEFAULT_OVER) - 1)
 
 
-def num_layers(model: Any) -> int:
-    from depthdecay.stack import Stack
-
-    return Stack.of(model).num_layers
-
-
-def check_new_tokens(value: int | None) -> None:
-    if value is not None:
-        whole_number("--max-new-tokens", value, 1)
+def at_least(least: int, **options: int | None) -> None:
+    """Refuse what was given, by the option's name, and is smaller."""
+    for name, value in options.items():
+        if value is not None:
+            whole_number(f"--{name.replace('_', '-')}", value, least)
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

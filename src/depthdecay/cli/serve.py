@@ -53,8 +53,8 @@ def serve(
     """Serve a model behind the OpenAI API; a page to watch it is at /."""
     key = read_key(api_key, api_key_file)
     whole_number("--port", port, 0, 65535)
-    whole_number("--max-body-kb", max_body_kb, 1)
-    whole_number("--grace", grace, 0)
+    opt.at_least(1, max_body_kb=max_body_kb)
+    opt.at_least(0, grace=grace)
     if cache_gb is not None and not cache_gb > 0:
         raise DepthDecayError(f"--cache-gb is {cache_gb}; expected a number above 0")
     try:

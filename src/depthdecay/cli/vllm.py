@@ -34,10 +34,11 @@ def serve(
     """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
     if plan.path is not None and plan.speedup is not None:
         raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
-    if any(word.partition("=")[0] in ("--hf-overrides", "--hf_overrides") for word in context.args):
+    if _given(context.args, "--hf-overrides", "--hf_overrides"):
         raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
     check_version()
-    from depthdecay.vllm.settings import KEY, config_identity, server_depth
+    from depthdecay.identity import config_identity
+    from depthdecay.vllm.settings import KEY, server_depth
 
     folder = model_folder(model)
     config = model_config(folder)
@@ -50,12 +51,12 @@ def serve(
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
     words = [] if "--enforce-eager" in context.args else ["--enforce-eager"]
-    names = [] if folder == model or _names_itself(context.args) else ["--served-model-name", model]
+    names = [] if folder == model or _given(context.args, "--served-model-name") else ["--served-model-name", model]
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
 
 
-def _names_itself(words: list[str]) -> bool:
-    return any(word.partition("=")[0] == "--served-model-name" for word in words)
+def _given(words: list[str], *options: str) -> bool:
+    return any(word.partition("=")[0] in options for word in words)
 
 
 def model_folder(model: str) -> str:

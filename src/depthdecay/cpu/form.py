@@ -68,8 +68,10 @@ def form_of(stack: Stack) -> Form:
     """The model's parts, or `OtherForm` with the first thing that is not as expected."""
     model, owner = stack.model, stack.owner
     config = model.config.get_text_config(decoder=True)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    angles, norm = getattr(owner, "rotary_emb", None), getattr(owner, "norm", None)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    angles: Any = getattr(owner, "rotary_emb", None)
+    norm: Any = getattr(owner, "norm", None)
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in stack.layers]
     _expect(type(embedding) is nn.Embedding and embedding.max_norm is None, "its embedding is of another kind")
     _expect(type(head) is nn.Linear, "its output matrix is of another kind")
@@ -91,10 +93,6 @@ def form_of(stack: Stack) -> Form:
     dtypes = {p.dtype for p in (*owner.parameters(), head.weight)}
     _expect(len(dtypes) == 1 and dtypes <= set(_FLOATS), f"its weights are {', '.join(sorted(map(str, dtypes)))}")
     _expect(all(p.device.type == "cpu" and p.is_contiguous() for p in owner.parameters()), "its weights lie elsewhere")
-    assert isinstance(embedding, nn.Embedding)
-    assert isinstance(head, nn.Linear)
-    assert isinstance(angles, nn.Module)
-    assert isinstance(norm, nn.Module)
     epsilon, dtype = epsilons.pop(), dtypes.pop()
     return Form(
         layers, embedding, angles, norm, head, heads, shared, head_size, float(attention.scaling), epsilon, dtype

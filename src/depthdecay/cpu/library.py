@@ -13,13 +13,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from depthdecay.errors import one_line
-from depthdecay.paths import cache_folder
+from depthdecay.paths import cache_folder, made_aside
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded
@@ -134,13 +133,11 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, file: Path) -> None:
-    """Compile aside, then rename: another process sees the whole file or none."""
+    """Compile aside: another process sees the whole file or none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=file.parent) as folder:
-            made = Path(folder, "kernels.so")
+        with made_aside(file) as made:
             _compile(compiler, made)
-            made.replace(file)
     except OSError as error:
         raise Unavailable(f"the compiled pass cannot be written to {file.parent}: {one_line(error)}") from error
 

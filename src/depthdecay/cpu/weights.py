@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from depthdecay.cpu.blocks import (
 from depthdecay.cpu.form import Form
 from depthdecay.errors import DepthDecayError
 from depthdecay.origin import Origin
-from depthdecay.paths import cache_folder
+from depthdecay.paths import cache_folder, made_aside
 
 QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
@@ -91,12 +89,8 @@ def rounded(
 def widened_weights(form: Form, setting: str, origin: Origin | None = None) -> dict[str, torch.Tensor]:
     """What the matrices are at a setting, by name and in the model's own dtype, for all that computes with floats."""
     own = _own_blocks(form, origin)
-    found = {}
-    for name, linear in form.matrices():
-        blocks = _blocks(name, linear.weight.detach(), setting, own)
-        if blocks is not None:
-            found[name] = blocks.widened().to(linear.weight.dtype)
-    return found
+    found = ((name, linear, _blocks(name, linear.weight.detach(), setting, own)) for name, linear in form.matrices())
+    return {name: blocks.widened().to(linear.weight.dtype) for name, linear, blocks in found if blocks is not None}
 
 
 def _make(form: Form, setting: str, own: Mapping[str, Blocks]) -> Rounded:
@@ -207,7 +201,7 @@ def _size(matrix: Packed) -> int:
 
 
 def _write(file: Path, form: Form, made: Rounded) -> None:
-    """Written aside, then renamed. Where nothing can be written the next start rounds again, which is only slower."""
+    """Where nothing can be written the next start rounds again, which is only slower."""
     from safetensors.torch import save_file
 
     about = {
@@ -220,11 +214,7 @@ def _write(file: Path, form: Form, made: Rounded) -> None:
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=file.parent) as folder:
-            draft = Path(folder, "weights.safetensors")
+        with made_aside(file) as draft:
             save_file({name: m.data for name, m in made.matrices.items()}, draft, {"about": json.dumps(about)})
-            with draft.open("rb+") as handle:
-                os.fsync(handle.fileno())
-            draft.replace(file)
     except OSError:
         return

@@ -19,7 +19,7 @@ from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.evaluate.answers import Answerer, Answers, Questions
 from depthdecay.evaluate.gsm8k import EXEMPLARS
 from depthdecay.evaluate.methods import Contender, contenders
-from depthdecay.evaluate.report import Report, Row, compare, make_row
+from depthdecay.evaluate.report import CostSpeedup, Report, Row, compare, make_row
 from depthdecay.evaluate.task import Score, Task
 from depthdecay.evaluate.work_file import WorkFile, digest
 from depthdecay.identity import identity
@@ -146,13 +146,9 @@ def _layer_scores(kept: Any, num_layers: int) -> list[float]:
 def _row(
     contender: Contender, stack: Stack, settings: Settings, answers: Answers, scores: list[Score], task: Task
 ) -> Row:
-    plan = contender.plan
     # Once a row: it reads the plan's repairs, and answers have many lengths.
-    costs = Costs(stack, plan) if plan is not None and contender.mode is None else None
-
-    def cost(n_tokens: int) -> float:
-        return 1.0 if plan is None or costs is None else costs.full() / costs.per_step(plan, n_tokens)
-
+    plan = contender.plan if contender.mode is None else None
+    cost: CostSpeedup = (lambda n_tokens: 1.0) if plan is None else partial(Costs(stack, plan).speedup, plan)
     return make_row(contender, stack.num_layers, settings.over_tokens, answers, scores, task.examples, cost)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from depthdecay.errors import DepthDecayError
 from depthdecay.vllm import ARCHITECTURES
-from depthdecay.vllm.settings import KEY, server_depth
+from depthdecay.vllm.settings import KEY, depth_of
 
 _DONE = "_checks_depth_decay"
 
@@ -81,5 +81,5 @@ def _check(processor: Any, params: Any, resumable: bool) -> None:
             "lacks keys and values"
         )
     if not hasattr(processor, KEY):
-        setattr(processor, KEY, server_depth(getattr(config, KEY, None), config.num_hidden_layers))
+        setattr(processor, KEY, depth_of(config))
     getattr(processor, KEY).plan_of(extra_args)

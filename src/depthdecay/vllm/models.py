@@ -15,11 +15,12 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from depthdecay.errors import DepthDecayError
 from depthdecay.fingerprint import sample_tensor
+from depthdecay.identity import config_identity
 from depthdecay.plan import Plan
 from depthdecay.repairs import Repairs
 from depthdecay.vllm.attention import BACKENDS
 from depthdecay.vllm.layers import DepthStep, run_layers
-from depthdecay.vllm.settings import KEY, config_identity, server_depth
+from depthdecay.vllm.settings import depth_of
 
 logger = init_logger("vllm.depthdecay")
 
@@ -32,7 +33,7 @@ class DepthDecay:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         config = vllm_config.model_config.hf_config
-        self.depth = server_depth(getattr(config, KEY, None), config.num_hidden_layers)
+        self.depth = depth_of(config)
         self._check_attention()
         self._weights_seen = False
         found = Repairs.of_plan(self.depth.plan)

@@ -8,8 +8,9 @@ from typing import Any
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.identity import config_identity
 from depthdecay.vllm import ARCHITECTURES
-from depthdecay.vllm.settings import KEY, config_identity, server_depth
+from depthdecay.vllm.settings import depth_of
 
 _WORKER = "depthdecay.vllm.worker.DepthDecayWorker"
 _SCHEDULER = "depthdecay.vllm.scheduler.make_scheduler"
@@ -25,7 +26,7 @@ class DepthDecayModelConfig(VerifyAndUpdateConfig):
         model = vllm_config.model_config
         config = model.hf_config
         stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[model.architecture]
-        server_depth(getattr(config, KEY, None), config.num_hidden_layers).check_shape(config_identity(config, stock))
+        depth_of(config).check_shape(config_identity(config, stock))
         vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.cache_config.enable_prefix_caching:
             vllm_config.scheduler_config.scheduler_cls = _SCHEDULER

@@ -7,15 +7,14 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from depthdecay.vllm.settings import KEY, ServerDepth, server_depth
+from depthdecay.vllm.settings import ServerDepth, depth_of
 
 
 def make_scheduler(*, vllm_config: Any, **settings: Any) -> Any:
     """Named as the scheduler's class: whether it is the asynchronous one is decided after the name is given."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler = kind(vllm_config=vllm_config, **settings)
-    config = vllm_config.model_config.hf_config
-    depth = server_depth(getattr(config, KEY, None), config.num_hidden_layers)
+    depth = depth_of(vllm_config.model_config.hf_config)
     _cache_prompts_only(scheduler.kv_cache_manager, depth)
     _find_prompts_only(scheduler.kv_cache_manager, depth)
     return scheduler

@@ -115,6 +115,11 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
     return ServerDepth(plan, allow)
 
 
+def depth_of(config: Any) -> ServerDepth:
+    """What a model's configuration says about depth."""
+    return server_depth(getattr(config, KEY, None), config.num_hidden_layers)
+
+
 def server_settings(plan: Plan) -> dict[str, Any]:
     """A decay made by rule, as `depth_decay` says it."""
     if not isinstance(plan.schedule, PowerSchedule):
@@ -123,17 +128,6 @@ def server_settings(plan: Plan) -> dict[str, Any]:
     said = {name: value for name, value in values.items() if value is not None}
     # As a text, alpha keeps all its digits.
     return {**said, "alpha": format(plan.schedule.alpha, "f"), "drop_order": list(plan.ladder.drop_order)}
-
-
-def config_identity(config: Any, architecture: str) -> ModelIdentity:
-    """The shape of a model by its configuration; weights are compared where they are loaded."""
-    return ModelIdentity(
-        architecture=architecture,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        vocab_size=config.vocab_size,
-    )
 
 
 def _mapping(values: Any) -> dict[str, Any]:
