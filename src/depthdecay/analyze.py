@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, one_line
@@ -55,13 +56,8 @@ def fitting_prompts(engine: Engine, prompts: Sequence[Any], limit: int, new_toke
 
     vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
     context = engine.stack.context_limit()
-    fitting: list[list[int]] = []
-    for prompt in prompts:
-        ids = token_ids(engine.tokenizer, prompt, {}, vocabulary)
-        if context is None or len(ids) + new_tokens <= context:
-            fitting.append(ids)
-        if len(fitting) == limit:
-            break
+    every = (token_ids(engine.tokenizer, prompt, {}, vocabulary) for prompt in prompts)
+    fitting = list(islice((ids for ids in every if context is None or len(ids) + new_tokens <= context), limit))
     if not fitting:
         raise DepthDecayError(
             f"no prompt leaves room for {new_tokens} new tokens in the model's context of {context}; ask for fewer"

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,15 +107,12 @@ def run_lossless_bench(
     compile = compile_layers and on_cuda
     engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
-    ways: dict[str, Way] = {"full": lambda ids: _ours(full, ids, new_tokens, "full")}
+    ways: dict[str, Way] = {"full": partial(_ours, full, new_tokens, "full")}
     for label, engine in engines.items():
-        for lookup in (False, True):
-            key = f"lossless, {label}{' and lookup' if lookup else ''}"
-            ways[key] = lambda ids, e=engine, k=lookup: _ours(e, ids, new_tokens, "lossless", lookup=k)  # type: ignore[misc]
+        ways[f"lossless, {label}"] = partial(_ours, engine, new_tokens, "lossless", lookup=False)
+        ways[f"lossless, {label} and lookup"] = partial(_ours, engine, new_tokens, "lossless", lookup=True)
     for peer in peers:
-        ways[f"transformers {peer}"] = lambda ids, p=peer: _transformers(  # type: ignore[misc]
-            model, tokenizer, ids, new_tokens, p, assistant
-        )
+        ways[f"transformers {peer}"] = partial(_transformers, model, new_tokens, peer, assistant)
     best = f"lossless, {next(reversed(plans), None)}"
     main = ("full", best, f"{best} and lookup")
     if compared == 0:
@@ -188,14 +186,12 @@ def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], f
         return None
 
 
-def _ours(engine: Engine, ids: list[int], tokens: int, mode: str, **settings: Any) -> tuple[list[int], float, Result]:
+def _ours(engine: Engine, tokens: int, mode: str, ids: list[int], **settings: Any) -> tuple[list[int], float, Result]:
     (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **PLAIN_GREEDY, **settings)
     return result.token_ids, result.decode_seconds, result
 
 
-def _transformers(
-    model: Any, tokenizer: Any, ids: list[int], tokens: int, peer: str, assistant: Any
-) -> tuple[list[int], float, None]:
+def _transformers(model: Any, tokens: int, peer: str, assistant: Any, ids: list[int]) -> tuple[list[int], float, None]:
     options: dict[str, Any] = {}
     if peer == "prompt-lookup":
         options["prompt_lookup_num_tokens"] = 10

@@ -80,7 +80,7 @@ def make_drafter(run: Calibration) -> Calibrated:
 
 def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Gain]]:
     layers = run.stack.num_layers
-    least = layers - len(run.found.order)
+    least = run.least_layers
     fit, select = _as_drafts(run.fit), _as_drafts(run.select)
     maps = _maps(run, fit, size)
     costs = Costs(run.stack, run.ladder_plan, maps)

@@ -119,15 +119,8 @@ class Calibration:
 
     def _others(self, prompts: Sequence[Any], tokenizer: Any, own: int) -> list[list[int]]:
         """Prompts of other kinds than the user's: maps that have seen one kind of text only ruin all others."""
-        limit = self.stack.context_limit()
-        return variety(
-            int(self.settings.variety * self._fitted(own)),
-            tokenizer,
-            vocabulary=self.stack.model.get_input_embeddings().weight.shape[0],
-            longest=None if limit is None else limit - self.settings.new_tokens,
-            seed=self.settings.seed,
-            besides=prompts,
-        )
+        count = int(self.settings.variety * self._fitted(own))
+        return variety(count, tokenizer, besides=prompts, **self._bounds())
 
     def _that_fit(self, split: Split, others: int, device: torch.device) -> Split:
         """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy.
@@ -164,20 +157,20 @@ class Calibration:
         return replace(self.settings, new_tokens=reached)
 
     def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
-        settings = self.settings
-        limit = self.stack.context_limit()
-        longest = None if limit is None else limit - settings.new_tokens
-        if longest is not None and longest < 1:
-            raise DepthDecayError(f"{settings.new_tokens} new tokens do not fit the model's context of {limit}")
-        return split_prompts(
-            prompts,
-            tokenizer,
-            vocabulary=self.stack.model.get_input_embeddings().weight.shape[0],
-            calibration=settings.fit_prompts + settings.select_prompts,
-            held_out=settings.held_out_prompts,
-            longest=longest,
-            seed=settings.seed,
-        )
+        calibration = self.settings.fit_prompts + self.settings.select_prompts
+        held_out = self.settings.held_out_prompts
+        return split_prompts(prompts, tokenizer, calibration=calibration, held_out=held_out, **self._bounds())
+
+    def _bounds(self) -> dict[str, Any]:
+        """Which prompts a model takes, and the seed by which they are dealt out."""
+        limit, new_tokens = self.stack.context_limit(), self.settings.new_tokens
+        if limit is not None and limit <= new_tokens:
+            raise DepthDecayError(f"{new_tokens} new tokens do not fit the model's context of {limit}")
+        return {
+            "vocabulary": self.stack.model.get_input_embeddings().weight.shape[0],
+            "longest": None if limit is None else limit - new_tokens,
+            "seed": self.settings.seed,
+        }
 
     def _texts(self, prompts: list[list[int]]) -> list[Continuation]:
         """The full model's answers, from the work folder where they lie there."""
@@ -192,10 +185,7 @@ class Calibration:
     def _answered(
         self, engine: Engine, prompts: list[list[int]], title: str, seed: int | None = None
     ) -> list[Continuation]:
-        def told(done: int, total: int) -> None:
-            self.say(f"{title}: {done} of {total}")
-
-        batch = min(self.settings.batch, len(prompts))
+        batch, told = min(self.settings.batch, len(prompts)), self._told(title)
         return continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, seed=seed, progress=told)
 
     def _answers_again(self, prompts: list[list[int]], texts: int, device: torch.device) -> list[Continuation]:
@@ -215,10 +205,10 @@ class Calibration:
         return [Continuation(tuple(p), tuple(t)) for p, t in zip(repeated, kept, strict=True)]
 
     def _record(self, texts: Sequence[Continuation], title: str) -> Recording:
-        def told(done: int, total: int) -> None:
-            self.say(f"{title}: {done} of {total}")
+        return Recording.of(self.stack, texts, rows=self.settings.rows, progress=self._told(title))
 
-        return Recording.of(self.stack, texts, rows=self.settings.rows, progress=told)
+    def _told(self, title: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.say(f"{title}: {done} of {total}")
 
     def _search(self) -> Found:
         settings, layers = self.settings, self.stack.num_layers
@@ -248,6 +238,11 @@ class Calibration:
         )
         promise = unrepaired_share(self.select, settings.maps[0])
         return search.run(promise, [Found.from_dict(values) for values in kept or ()])
+
+    @property
+    def least_layers(self) -> int:
+        """Where the ladder ends."""
+        return self.stack.num_layers - len(self.found.order)
 
     def _ladder_plan(self) -> Plan:
         plan = Plan.for_speedup(
@@ -310,10 +305,9 @@ class Calibration:
             self.say(f"  KL {kl:.5f} at {speedup:g}x down to {shape.floor} layers, warm-up {shape.warmup:g}")
             return kl
 
-        least = self.stack.num_layers - len(self.found.order)
         losses: dict[int, float] = {}
         worse = 0
-        for floor in range(int(self.stack.num_layers / speedup), least - 1, -1):
+        for floor in range(int(self.stack.num_layers / speedup), self.least_layers - 1, -1):
             best = min(losses.values(), default=math.inf)
             losses[floor] = attempt(Shape(floor))
             worse = worse + 1 if losses[floor] >= best and math.isfinite(best) else 0
@@ -321,7 +315,7 @@ class Calibration:
                 break
         best = min(losses.values(), default=math.inf)
         if not math.isfinite(best):
-            self.plan_at(speedup, settings, Shape(least))  # says why
+            self.plan_at(speedup, settings, Shape(self.least_layers))  # says why
         # Longer answers go on at the floor, where nothing was measured: of equals the highest.
         floor = max(floor for floor, kl in losses.items() if kl <= _AS_GOOD * best)
         best, shape = losses[floor], Shape(floor)
@@ -351,7 +345,7 @@ class Calibration:
                 kl = self.loss_at(speedup, settings, shape)
             except DepthDecayError:
                 # Larger maps cost more, which may take one layer more than this floor leaves.
-                deeper = replace(shape, floor=max(shape.floor - 1, self.stack.num_layers - len(self.found.order)))
+                deeper = replace(shape, floor=max(shape.floor - 1, self.least_layers))
                 try:
                     kl = self.loss_at(speedup, settings, deeper)
                 except DepthDecayError:
@@ -420,12 +414,12 @@ class Calibration:
         """A speed-up to start from: bisection on texts to choose by, with maps of the first size at constant depths."""
         assert goal.budget is not None
         settings = self._size or self.settings.maps[0]
-        maps = self.constant_maps(settings, self.stack.num_layers - len(self.found.order))
+        maps = self.constant_maps(settings, self.least_layers)
         low, high = 1.0, self.fastest(settings)
         simulator = Simulator(self.select)
         for _ in range(7):
             middle = (low + high) / 2
-            plan = self.plan_at(middle, settings, Shape(self.stack.num_layers - len(self.found.order)))
+            plan = self.plan_at(middle, settings, Shape(self.least_layers))
             loss = goal.loss(simulator.measure(plan, maps.only(set(reached_depths(plan)))))
             self.say(f"at {middle:.3f}x the loss is {loss:.4f}")
             low, high = (middle, high) if loss <= goal.budget else (low, middle)
@@ -437,7 +431,7 @@ class Calibration:
         for _ in range(12):
             middle = (low + high) / 2
             try:
-                self.plan_at(middle, settings, Shape(self.stack.num_layers - len(self.found.order)))
+                self.plan_at(middle, settings, Shape(self.least_layers))
                 low = middle
             except DepthDecayError:
                 high = middle
