@@ -20,7 +20,7 @@ from depthdecay.figures import (
     perplexity_chart,
 )
 from depthdecay.ladder import Ladder
-from depthdecay.paths import expanded
+from depthdecay.paths import read_bytes
 from depthdecay.plan import Plan
 
 # torch is imported where something is measured: drawing what result files say needs none.
@@ -161,11 +161,9 @@ def read_quality(files: Sequence[str]) -> list[QualityPoint]:
 
 
 def _points_of(file: str) -> list[QualityPoint]:
-    path = expanded(file)
+    content = read_bytes(file, f"the result file '{file}'")
     try:
-        values = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise DepthDecayError(f"the result file '{file}' cannot be read: {error.strerror or error}") from None
+        values = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DepthDecayError(f"the result file '{file}' is not JSON: {one_line(error)}") from None
     rows = values.get("rows") if isinstance(values, dict) else None

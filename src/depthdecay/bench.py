@@ -20,20 +20,19 @@ from .plan import Plan
 from .stack import Stack
 
 # True shapes, to be filled with random weights: right for speed, useless for text.
-_LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+_SIZES = (
+    *("model_type", "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {**_LLAMA2, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-    | {"num_attention_heads": 32, "num_key_value_heads": 32},
-    "llama-2-13b": {**_LLAMA2, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
-    | {"num_attention_heads": 40, "num_key_value_heads": 40},
-    "llama-2-70b": {**_LLAMA2, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-    | {"num_attention_heads": 64, "num_key_value_heads": 8},
-    "qwen2.5-1.5b": {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768}
-    | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
-    | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "tiny": {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 512}
-    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2},
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, *sizes in (
+        ("llama-2-7b", "llama", 32000, 4096, 4096, 11008, 32, 32, 32, False),
+        ("llama-2-13b", "llama", 32000, 4096, 5120, 13824, 40, 40, 40, False),
+        ("llama-2-70b", "llama", 32000, 4096, 8192, 28672, 80, 64, 8, False),
+        ("qwen2.5-1.5b", "qwen2", 151936, 32768, 1536, 8960, 28, 12, 2, True),
+        ("tiny", "llama", 512, 512, 64, 128, 8, 4, 2, False),
+    )
 }
 
 Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers where they are counted

@@ -50,6 +50,14 @@ def package_file(package: str, inside: str) -> Path | None:
     return None
 
 
+def read_bytes(path: str | Path, called: str) -> bytes:
+    """A file that the user named; `called` begins the sentence that says why it cannot be read."""
+    try:
+        return expanded(path).read_bytes()
+    except OSError as error:
+        raise DepthDecayError(f"{called} cannot be read: {error.strerror or error}") from None
+
+
 @contextmanager
 def made_aside(path: Path) -> Iterator[Path]:
     """Where to make a file: it takes its place once it is on the disk, so that nobody ever sees half of it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import expanded
+from depthdecay.paths import read_bytes
 from depthdecay.prompts import token_ids
 from depthdecay.request import PLAIN_GREEDY
 
@@ -30,9 +30,7 @@ class Continuation:
 def read_prompts(path: str | Path) -> list[Any]:
     """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
     try:
-        lines = expanded(path).read_bytes().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise DepthDecayError(f"the prompts '{path}' cannot be read: {error.strerror or error}") from None
+        lines = read_bytes(path, f"the prompts '{path}'").decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DepthDecayError(f"the prompts '{path}' are not UTF-8 text (byte {error.start})") from None
     is_text = Path(path).suffix == ".txt"
@@ -77,7 +75,6 @@ class Split:
 
     calibration: list[list[int]]
     held_out: list[list[int]]
-    left_out: int  # too long for the model's context
 
 
 def split_prompts(
@@ -119,7 +116,7 @@ def split_prompts(
         )
     if len(fitting) < wanted:
         held_out = min(max(4, len(fitting) * held_out // wanted), len(fitting) - 8)
-    return Split(fitting[held_out:], fitting[:held_out], left_out)
+    return Split(fitting[held_out:], fitting[:held_out])
 
 
 def variety(

@@ -12,7 +12,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import TextPrinter, print_account, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import expanded
+from depthdecay.paths import read_bytes
 
 if TYPE_CHECKING:
     from depthdecay.engine import Engine, Piece, Result, Stream
@@ -65,10 +65,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise DepthDecayError("a prompt and --prompt-file were given together; use one")
     if file is not None:
-        try:
-            content, where = expanded(file).read_bytes(), f"the prompt file '{file}'"
-        except OSError as error:
-            raise DepthDecayError(f"the prompt file '{file}' cannot be read: {error.strerror or error}") from None
+        where = f"the prompt file '{file}'"
+        content = read_bytes(file, where)
     elif prompt == "-":
         content, where = sys.stdin.buffer.read(), "standard input"
     elif prompt is None:

@@ -11,7 +11,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import expanded
+from depthdecay.paths import read_bytes
 from depthdecay.schedule import whole_number
 
 KEY_VARIABLE = "DEPTHDECAY_API_KEY"
@@ -101,9 +101,7 @@ def read_key(given: str | None, file: str | None) -> str | None:
         raise DepthDecayError("--api-key and --api-key-file were given together; use one")
     if file is not None:
         try:
-            key, where = expanded(file).read_text(encoding="utf-8").strip(), f"the file '{file}'"
-        except OSError as error:
-            raise DepthDecayError(f"the key file '{file}' cannot be read: {error.strerror or error}") from None
+            key, where = read_bytes(file, f"the key file '{file}'").decode().strip(), f"the file '{file}'"
         except UnicodeDecodeError:
             raise DepthDecayError(f"the key file '{file}' is not UTF-8 text") from None
     elif given is not None:
