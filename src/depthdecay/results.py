@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ _PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vl
 
 def provenance() -> dict[str, Any]:
     """Machine, versions, commit and command. No host name and no path: they say nothing about the figures."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
 
     from . import __version__
