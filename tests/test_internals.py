@@ -22,16 +22,6 @@ from depthdecay.errors import DepthDecayError, MissingNameError
 
 SOURCE = Path(internals.__file__).parent
 
-# Files that still use private names themselves, to be emptied: nothing is to be added.
-TO_CONVERT = {
-    "attention.py",
-    "batching/steps.py",
-    "graphs.py",
-    "overlap.py",
-    "sampling.py",
-    "stack.py",
-}
-
 
 def generate(model: Any, new_tokens: int = 3, **settings: Any) -> Any:
     ids = torch.tensor(PROMPTS[:1])
@@ -328,10 +318,8 @@ class TestThereIsNoOtherPlace:
         }
         ours = {"_exit", *(name for tree in trees.values() for name in _defined(tree))}  # os._exit is documented
         used = {file: sorted(set(_private_names(tree)) - ours) for file, tree in trees.items()}
-        strangers = {file: names for file, names in used.items() if names and file not in TO_CONVERT}
+        strangers = {file: names for file, names in used.items() if names}
         assert not strangers, f"private names of other libraries belong into internals.py: {strangers}"
-        done = [file for file in TO_CONVERT if not used.get(file)]
-        assert not done, f"converted, so no longer to be listed: {done}"
 
     @pytest.mark.parametrize(
         "text",

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from transformers.modeling_utils import AttentionInterface
 
 from .attend import attend, can_attend
 from .devices import cuda_generation, overlaps_kernels
+from .internals import attention_function, attention_name, attention_registered
 from .patches import SharedPatch, replaced_each
 
 if TYPE_CHECKING:
     from .stack import Stack
 
 Attention = Callable[..., Any]
-_MARK = "_depthdecay_attention"
+_MARK = "depthdecay_attention"
 
 
 def is_plain(kwargs: dict[str, Any]) -> bool:
@@ -91,14 +91,7 @@ def _as_marked(original: Attention) -> Attention:
     return forward
 
 
-def _dispatch() -> Callable[[], None]:
-    mapping = AttentionInterface._global_mapping
-    original = mapping["sdpa"]
-    mapping["sdpa"] = _as_marked(original)
-    return lambda: mapping.__setitem__("sdpa", original)
-
-
-_DISPATCHED = SharedPatch(_dispatch)
+_DISPATCHED = SharedPatch(lambda: attention_registered("sdpa", _as_marked(attention_function("sdpa"))))
 
 
 def attention_in_steps(stack: Stack) -> contextlib.AbstractContextManager[None]:
@@ -114,10 +107,11 @@ def grouped_attention(stack: Stack) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def replaced_attention(stack: Stack, made: Callable[[Attention], Attention]) -> Iterator[None]:
     """While open, this model's attention is what is made of transformers' function; for one pass, under its lock."""
-    if stack.config._attn_implementation != "sdpa":
+    if attention_name(stack.config) != "sdpa":
         yield
         return
     with stack.exclusive(), _DISPATCHED.made():
-        own = made(AttentionInterface._global_mapping["sdpa"].__wrapped__)
+        dispatched: Any = attention_function("sdpa")
+        own = made(dispatched.__wrapped__)
         with replaced_each(stack.attending, _MARK, itertools.repeat(own, len(stack.attending))):
             yield

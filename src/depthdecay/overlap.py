@@ -8,42 +8,21 @@ node may be one that launches nothing (a concatenation in place), and then they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
+from .internals import kernel_waits
 from .patches import SharedPatch
 
-_HOOK = "_handle_pdl_before_access"
+
+def _write(kernel: Any, buffer: Any) -> None:
+    """Ahead of a loop, since inside it every turn would wait. inductor drops all waits but the first."""
+    looped = kernel.inside_reduction and kernel.range_trees[-1].is_loop
+    (kernel.body if looped else buffer).writeline(kernel.GDC_WAIT)
 
 
-def _generated_kernel() -> Any:
-    """inductor's class of generated kernels, if it has the place where one decides to wait; else None."""
-    from torch._inductor.codegen.triton import TritonKernel  # takes long to import, and is needed only here
-
-    return TritonKernel if hasattr(TritonKernel, _HOOK) and hasattr(TritonKernel, "GDC_WAIT") else None
-
-
-def can_wait_first() -> bool:
-    return _generated_kernel() is not None
-
-
-def _wait_first() -> Callable[[], None]:
-    kernel = _generated_kernel()
-    original = getattr(kernel, _HOOK)
-
-    def wait(self: Any, wait_buffer: Any, *dependencies: Any, **kwargs: Any) -> None:
-        if self._enable_pdl_codegen():
-            # Ahead of a loop, since inside it every turn would wait. inductor drops all waits but the first.
-            looped = self.inside_reduction and self.range_trees[-1].is_loop
-            (self.body if looped else wait_buffer).writeline(self.GDC_WAIT)
-
-    setattr(kernel, _HOOK, wait)
-    return lambda: setattr(kernel, _HOOK, original)
-
-
-_WAITING = SharedPatch(_wait_first)  # a kernel of somebody else that waits first too is as right as before
+_WAITING = SharedPatch(lambda: kernel_waits(_write))  # a kernel of somebody else that waits first is as right as before
 
 
 def waiting_first() -> contextlib.AbstractContextManager[None]:
     """While open, generated kernels wait for the one ahead of them before their first load or store."""
-    return _WAITING.made() if can_wait_first() else contextlib.nullcontext()
+    return _WAITING.made()

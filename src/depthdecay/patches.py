@@ -69,18 +69,17 @@ class SharedPatch:
     be right for everybody while it is there.
     """
 
-    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
-        """`change` makes the change and returns what undoes it."""
+    def __init__(self, change: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._change = change
         self._lock = threading.Lock()
         self._users = 0
-        self._undo: Callable[[], None] = lambda: None
+        self._undo = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         with self._lock:
             if self._users == 0:
-                self._undo = self._change()
+                self._undo.enter_context(self._change())
             self._users += 1
         try:
             yield
@@ -88,4 +87,4 @@ class SharedPatch:
             with self._lock:
                 self._users -= 1
                 if self._users == 0:
-                    self._undo()
+                    self._undo.close()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from .internals import logits_processors
+
 _MASK32 = 0xFFFFFFFF
 
 
@@ -81,15 +83,7 @@ class Sampler:
         max_new_tokens: int,
     ) -> None:
         device = prompt_ids.device
-        model._prepare_special_tokens(generation_config, True, device=device)
-        self.processors: LogitsProcessorList = model._get_logits_processor(
-            generation_config=generation_config,
-            input_ids_seq_length=prompt_ids.shape[1],
-            encoder_input_ids=prompt_ids,
-            logits_processor=LogitsProcessorList(logits_processor or []),
-            device=str(device),
-            model_kwargs={},
-        )
+        self.processors: LogitsProcessorList = logits_processors(model, generation_config, prompt_ids, logits_processor)
         self.is_sampling = bool(generation_config.do_sample)
         self.keys = step_keys(keys, max_new_tokens, device) if self.is_sampling else None
         batch, prompt_length = prompt_ids.shape

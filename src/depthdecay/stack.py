@@ -19,6 +19,7 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import DepthDecayError, UnsupportedModelError
+from .internals import attention_name, takes_dynamic_cache
 from .patches import Patch, replaced_each
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Stack:
         config = self.config
         common = hasattr(sys.modules[type(self.owner).__module__], "create_causal_mask")
         rotary = hasattr(self.owner, "rotary_emb") and not getattr(config, "alibi", False)
-        return common and rotary and config._attn_implementation == "sdpa" and not any(self.windows)
+        return common and rotary and attention_name(config) == "sdpa" and not any(self.windows)
 
     @property
     def has_compiled_pass(self) -> bool:
@@ -344,7 +345,7 @@ def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None
             f"{name} shares keys and values between layers ({config.num_kv_shared_layers} of them read another's), "
             "so its layers cannot be dropped one by one"
         )
-    if not lm._supports_default_dynamic_cache():
+    if not takes_dynamic_cache(lm):
         raise UnsupportedModelError(
             f"{name} keeps a state of its own instead of keys and values (recurrent or state-space)"
         )

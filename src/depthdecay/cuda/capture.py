@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import NotCapturable, one_line
+from ..internals import clear_cublas_workspaces
 from .compiled_layers import CompiledLayers
 
 # Of the logits' length: what rounding explains. A layer that used its index for more than the cache is far beyond.
@@ -52,7 +53,7 @@ class Capturer:
             side.synchronize()
             # cuBLAS keeps its workspaces outside the pool and others may free them (transformers' compiled generate
             # does). Cleared, they are allocated anew inside the capture, and the graph owns what it writes to.
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -61,7 +62,7 @@ class Capturer:
                     graph.capture_end()
                 raise
             graph.capture_end()
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
         torch.cuda.current_stream().wait_stream(side)
         return graph
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..devices import overlaps_kernels
-from ..overlap import can_wait_first, waiting_first
+from ..overlap import waiting_first
 from ..patches import patched, replaced_each
 from ..repairs import repaired_at_once
 from ..stack import LayerPass, Stack
@@ -28,7 +28,7 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
     overlap = overlaps_kernels()
     kernels = GemvPass(overlap, few=rows == "few")
-    return {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap and can_wait_first()}
+    return {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
 
 
 @dataclass
@@ -105,5 +105,5 @@ def one_index(layers: Iterable[Any]) -> Iterator[None]:
     """While open, all layers have the same index, so that one compilation serves all."""
     indexed = [m for layer in layers for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)]
     # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
-    with replaced_each(indexed, "layer_idx", [0] * len(indexed)), torch._dynamo.config.patch(recompile_limit=64):
+    with replaced_each(indexed, "layer_idx", [0] * len(indexed)), torch.compiler.config.patch(recompile_limit=64):  # type: ignore[attr-defined]
         yield

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.modeling_utils import AttentionInterface
 
 from ..attention import is_plain, scaling_of
 from ..errors import NotCapturable
-from ..patches import replaced_each
+from ..internals import attention_named, attention_registered
 from ..repairs import Repairs
 from ..runners.blocks import BLOCK, Blocks
 from ..runners.contract import Part, Profile, Said, Tokens
@@ -96,7 +95,7 @@ class LayerGraphs:
         self.maps = {depth: repairs.at(depth) for depth in repairs.at_depth}
         self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
         self.asking: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
-        self.attention = torch._dynamo.disable(self._attend)  # one object: compiled layers know it by its identity
+        self.attention = torch.compiler.disable(self._attend)  # one object: compiled layers know it by its identity
         self.name = f"depthdecay_rows_{next(_NUMBERS)}"  # of its own: another model's may be known at the same time
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._warm: set[tuple[Any, ...]] = set()
@@ -283,14 +282,12 @@ class LayerGraphs:
             raise NotCapturable("the model takes no positions")
         modules = [self.stack.model, *self.stack.owner.modules()]
         configs = list({id(module.config): module.config for module in modules if hasattr(module, "config")}.values())
-        mapping = AttentionInterface._global_mapping
-        with replaced_each(configs, "_attn_implementation_internal", [self.name] * len(configs)):
-            mapping[self.name] = self.attention
+        with contextlib.ExitStack() as undo:
+            for config in configs:
+                undo.enter_context(attention_named(config, self.name))
+            undo.enter_context(attention_registered(self.name, self.attention))
             self.asking = None
-            try:
-                yield
-            finally:
-                del mapping[self.name]
+            yield
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

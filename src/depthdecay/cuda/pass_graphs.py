@@ -16,6 +16,7 @@ import torch
 from ..attention import attention_in_steps
 from ..cache import OneLayer, PlannedCache, Prompt, bucket_for
 from ..errors import NotCapturable
+from ..internals import optimized_for_decoding
 from ..plan import Plan
 from ..repairs import Repairs
 from ..runners.contract import Part, Said
@@ -217,10 +218,9 @@ class PassGraphs:
     @contextlib.contextmanager
     def _decoding_layout(self, bucket: int) -> Iterator[None]:
         """Passes inside go by the device's clock, over the first `bucket` positions."""
-        optimise = getattr(self.stack.model, "_optimize_model_for_decode", contextlib.nullcontext)
         self.cache.on_device(self.position, bucket)
         try:
-            with optimise(), attention_in_steps(self.stack):
+            with optimized_for_decoding(self.stack.model), attention_in_steps(self.stack):
                 yield
         finally:
             self.cache.on_device(None)
