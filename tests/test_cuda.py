@@ -69,9 +69,9 @@ def step_logits(engine: dd.Engine, monkeypatch: pytest.MonkeyPatch) -> torch.Ten
     """Logits of the prompt's pass and of every step, all methods fed the same tokens."""
     seen: list[torch.Tensor] = []
 
-    def forced(self: dd.Engine, decoder: Any, sampler: Any, request: Any, index: int) -> None:
-        seen.append(decoder.logits.float().clone())
-        decoder.tokens.fill_(3 + 7 * index % 90)
+    def forced(self: dd.Engine, said: Any, sampler: Any, request: Any, index: int) -> Any:
+        seen.append(said.logits.float().clone())
+        return torch.full((1,), 3 + 7 * index % 90, device="cuda"), None
 
     with monkeypatch.context() as patch:
         patch.setattr(dd.Engine, "_pick", forced)

@@ -26,7 +26,6 @@ openai = pytest.importorskip("openai")
 schemathesis = pytest.importorskip("schemathesis")
 
 from conftest import LAYERS  # noqa: E402
-from depthdecay.windows import Drafter  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis.errors import Unsatisfiable  # noqa: E402
 from saved_model import save_tiny_chat_model  # noqa: E402
@@ -42,6 +41,7 @@ from depthdecay.schedule import PowerSchedule  # noqa: E402
 from depthdecay.serve.answers import Account, Answer  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
 from depthdecay.serve.tokens import token_bytes, token_name  # noqa: E402
+from depthdecay.speculative.gain import TrackRecord  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
 
@@ -269,8 +269,8 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
         return text[len(self.text.text) : len(self.text.text) + longest]
 
     monkeypatch.setattr(RowDrafts, "found", found)
-    monkeypatch.setattr(Drafter, "window", lambda _: 4)
-    monkeypatch.setattr(Drafter, "best_rate", property(lambda drafter: 1.0 if drafter.depth else 2.0))
+    monkeypatch.setattr(TrackRecord, "window", lambda _: 4)
+    monkeypatch.setattr(TrackRecord, "best_rate", property(lambda drafter: 1.0 if drafter.depth else 2.0))
     ask = {"prompt": "abcabc", "max_tokens": 24, "temperature": 0, "depth_decay": {"mode": "lossless"}}
     with running(engine, BATCH) as server:
         whole = post(server, ask).json()

@@ -60,6 +60,9 @@ class Capturer:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # ending a broken capture fails too, and would hide the reason
                     graph.capture_end()
+                # It leaves torch's random numbers in a state in which the next draw would fail.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
                 raise
             graph.capture_end()
             clear_cublas_workspaces()
@@ -104,3 +107,4 @@ class Graphs:
             self.can_capture = False
         self.by_key.clear()
         self.compared.clear()
+        self.capturer.pool = None  # which went with the last of its graphs

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention import is_plain, scaling_of
 from ..errors import NotCapturable
-from ..internals import attention_named, attention_registered
+from ..internals import attention_named, attention_registered, optimized_for_decoding
 from ..repairs import Repairs
 from ..runners.blocks import BLOCK, Blocks
 from ..runners.contract import Part, Profile, Said, Tokens
@@ -286,6 +286,7 @@ class LayerGraphs:
             for config in configs:
                 undo.enter_context(attention_named(config, self.name))
             undo.enter_context(attention_registered(self.name, self.attention))
+            undo.enter_context(optimized_for_decoding(self.stack.model))  # else experts wait for the device
             self.asking = None
             yield
 
