@@ -100,7 +100,7 @@ def test_cache_takes_only_the_planned_room() -> None:
         passes = sum(layer in plan.layers(plan.depth(i)) for i in range(new_tokens))
         positions += -(-(len(PROMPTS[0]) + passes - 1) // BLOCK) * BLOCK
     assert result.cache_bytes == positions * position_bytes
-    full = LAYERS * (len(PROMPTS[0]) + new_tokens - 1) * position_bytes
+    full = LAYERS * -(-(len(PROMPTS[0]) + new_tokens - 1) // BLOCK) * BLOCK * position_bytes
     assert result.cache_bytes_saved == full - result.cache_bytes > 0
 
 

@@ -128,11 +128,13 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
     from depthdecay.budget import cost_speedup
     from depthdecay.cache import rooms
-    from depthdecay.engine import Engine as PlainEngine
+    from depthdecay.runners.blocks import BLOCK, blocks_for
 
-    # One token of prompt and one of answer fill one position: its bytes are counted, not computed from a config.
-    position_bytes = PlainEngine(engine.stack.model, graphs=False).generate([[0]], 1, mode="full")[0].cache_bytes
     planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)
+    if not engine.uses_graphs:
+        planned = [blocks_for(room) * BLOCK for room in planned]
+    shapes = engine.stack.kept_shapes()
+    full = sum(shape.nbytes * max(planned) for shape in shapes)
     depths = plan.depths(tokens)
     return {
         "plan": opt.plan_dict(plan),
@@ -145,8 +147,8 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
         "average_depth": plan.layers_executed(tokens) / tokens,
         "layer_speedup": plan.layer_speedup(tokens),
         "cost_speedup": cost_speedup(plan, engine.stack, tokens),
-        "cache_bytes_full": position_bytes * max(planned),
-        "cache_bytes_saved": position_bytes * max(planned) - position_bytes * sum(planned) // plan.num_layers,
+        "cache_bytes_full": full,
+        "cache_bytes_saved": full - sum(shape.nbytes * room for shape, room in zip(shapes, planned, strict=True)),
     }
 
 
