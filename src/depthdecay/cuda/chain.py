@@ -94,6 +94,11 @@ def take_verified(
     drafted.zero_()
 
 
+def _apart(positions: torch.Tensor) -> torch.Tensor:
+    """Position ids in memory of their own: of a view dynamo would fix the sizes for the columns that it is a view of."""
+    return positions.unsqueeze(0).clone()
+
+
 class Chain:
     """A `Lane` of graphs. Every method may raise `NotCapturable`; the text then has to be read by another lane."""
 
@@ -233,9 +238,7 @@ class Chain:
         with contextlib.ExitStack() as undo:
             if short is not None:
                 undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
-            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, position.unsqueeze(0), short=short)[
-                :, -1
-            ]
+            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(position), short=short)[:, -1]
         rows = None if short is None else short.ids
         passes.as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
         window.confidences_host.copy_(window.confidences, non_blocking=True)
@@ -248,7 +251,7 @@ class Chain:
         passes.cache.on_device(window.base, bucket, positions)
         ids = window.ids[:, :size].clone()
         mask = passes.mask(bucket, positions)
-        logits: Any = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, positions.unsqueeze(0), keep=size)
+        logits: Any = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(positions), keep=size)
         take_over = passes.as_few_kernels(take_verified)
         said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
