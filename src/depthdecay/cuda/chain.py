@@ -95,7 +95,7 @@ def take_verified(
 
 
 def _apart(positions: torch.Tensor) -> torch.Tensor:
-    """Position ids in memory of their own: of a view dynamo would fix the sizes for the columns that it is a view of."""
+    """Position ids in memory of their own: beside a view of the same columns dynamo fixes the number of tokens."""
     return positions.unsqueeze(0).clone()
 
 
