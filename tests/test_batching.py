@@ -513,9 +513,9 @@ def watched_parts(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[Seq
     passes: list[Sequence[Part]] = []
     run = batcher.runner.run
 
-    def watched(parts: Sequence[Part], **kwargs: Any) -> Any:
+    def watched(parts: Sequence[Part], *args: Any) -> Any:
         passes.append(parts)
-        return run(parts, **kwargs)
+        return run(parts, *args)
 
     monkeypatch.setattr(batcher.runner, "run", watched)
     return passes

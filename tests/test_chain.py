@@ -85,7 +85,7 @@ def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: py
         engine.uses_graphs = True
         assert token_ids(engine, "lossless", [prompt], 60, eos_token_id=None) == expected
         engine.uses_graphs = False
-    assert {len(captured.executed) for captured in timed} == {LAYERS - 1, LAYERS}
+    assert {captured.layer_pass.layers_executed for captured in timed} == {LAYERS - 1, LAYERS}
 
 
 @pytest.mark.parametrize("rows", ["one", "few"])

@@ -147,7 +147,7 @@ def test_graphs_are_captured_once() -> None:
     assert kept is not None
     captured = dict(kept.graphs.by_key)
     later_depths = set(plan_with(None).depths(20)[1:])  # T_0 comes from the prompt's own pass, which is no graph
-    assert {depth for _, depth, _ in captured} == later_depths
+    assert {key[1] for key in captured} == later_depths
     second = engine.generate(PROMPTS, max_new_tokens=20)
     assert engine._steps.last is kept
     assert kept.graphs.by_key == captured

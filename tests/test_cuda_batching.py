@@ -122,10 +122,10 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps is not None
     run = steps.run
 
-    def strict(parts: Any) -> Any:
+    def strict(parts: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return run(parts)
+            return run(parts, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

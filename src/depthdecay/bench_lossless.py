@@ -19,7 +19,7 @@ from .errors import DepthDecayError, NotCapturable, failure
 from .plan import Plan
 from .request import PLAIN_GREEDY, prepare_request
 from .result import Result
-from .runners.contract import Part
+from .runners.contract import Ask, Part
 from .speculative.drafters import Lane
 from .speculative.gain import Pace, StepCosts
 from .speculative.host_lane import HostLane
@@ -362,7 +362,7 @@ def _paced_by_clock(lane: HostLane, depths: Sequence[int], rounds: int) -> Pace:
     def seconds(depth: int, tokens: int, before: float | None, is_draft: bool) -> float:
         part = Part(0, lane.length, [0] * tokens, depth, lane.plan, wanted=tokens)
         started = time.perf_counter()
-        logits = lane.runner.run([part], short=lane.short_head if is_draft else None).logits
+        logits = lane.runner.run([part], Ask(short=lane.short_head if is_draft else None)).logits
         synchronize(logits.device)
         taken = time.perf_counter() - started
         return taken if before is None else min(taken, before)

@@ -23,7 +23,7 @@ from .request import Request, prepare_request
 from .result import Answer, Piece, Result, Stream
 from .runners.block_runner import BlockRunner
 from .runners.blocks import Blocks
-from .runners.contract import FED, Part, Runner, Said
+from .runners.contract import FED, Ask, Part, Runner, Said
 from .sampling import Sampler, sequence_keys
 from .speculative.choice import Drafting, drafting_for, drafting_plan
 from .speculative.drafters import Lane
@@ -174,7 +174,7 @@ class Engine:
             for index in range(request.max_new_tokens):
                 # Gradients are off within each pass only: a consumer's code runs between them.
                 with torch.no_grad():
-                    said = runner.run(_parts(request.prompts, plan, index), fed=tokens)
+                    said = runner.run(_parts(request.prompts, plan, index), Ask(fed=tokens))
                     tokens, stopped = self._pick(said, sampler, request, index)
                     mailbox.post(tokens)
                 sent.append(said.layers_executed)

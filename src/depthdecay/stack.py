@@ -9,8 +9,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from .errors import DepthDecayError, UnsupportedModelError
 from .internals import attention_name, takes_dynamic_cache
 from .patches import Patch, replaced_each
-
-if TYPE_CHECKING:
-    from .speculative.short_head import ShortHead
+from .runners.contract import PLAIN, Ask
 
 Forward = Callable[..., Any]
 
@@ -47,6 +45,10 @@ class LayerPass:
     @property
     def layers_executed(self) -> int:
         return len(self.executed)
+
+    def noted(self) -> LayerPass:
+        """What it has noted so far, which the next pass of the same object writes over."""
+        return replace(self, executed=list(self.executed))
 
 
 @dataclass(frozen=True)
@@ -186,16 +188,16 @@ class Stack:
         cache: Any,
         position_ids: torch.Tensor,
         keep: int = 1,
-        short: ShortHead | None = None,
+        ask: Ask = PLAIN,
     ) -> torch.Tensor:
         """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them.
 
-        Where `short` is given the logits are those rows' only.
+        Where `ask.short` is given the logits are those rows' only.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        shortened = contextlib.nullcontext() if short is None else short.in_place()
+        shortened = contextlib.nullcontext() if ask.short is None else ask.short.in_place()
         with self.exclusive(), self.routed(layer_pass), shortened:
             self._require_all_layers()
             arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}

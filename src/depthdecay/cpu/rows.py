@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..repairs import Repairs
 from ..runners.blocks import BLOCK, Blocks
-from ..runners.contract import Part, Profile, Said, Tokens
+from ..runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from ..stack import Stack
 from . import library as native
 from .stack import CpuStack
 from .threads import threads
-
-if TYPE_CHECKING:
-    from ..speculative.short_head import ShortHead
 
 # With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
 FEW_TOKENS = 16
@@ -45,15 +41,15 @@ class CompiledRows:
         return tokens <= FEW_TOKENS or self.stack.is_rounded
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
         segments = (native.Segment * len(profile.segments))()
         for place, (depth, (first, held)) in enumerate(profile.segments.items()):
             segments[place] = native.Segment(first, held, stack.maps_at(self.repairs, depth))
-        ids = torch.tensor(tokens.ids) if fed is None else fed
+        ids = torch.tensor(tokens.ids) if ask.fed is None else ask.fed
         state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
         cosine, sine = stack.angles_at(tokens.positions)
-        model = stack.weights if short is None else stack.shortened(short)
+        model = stack.weights if ask.short is None else stack.shortened(ask.short)
         logits = torch.empty((len(tokens.wanted), model.head.rows))
         numbers = ctypes.c_int64 * len(tokens.ids)
         arguments = native.Pass(
@@ -81,4 +77,4 @@ class CompiledRows:
         with stack.exclusive():
             executed = stack.code.run(model, arguments)
         assert executed == sum(count > 0 for count in profile.counts)
-        return Said(logits, profile.counts, None if short is None else short.ids)
+        return Said(logits, profile.counts, None if ask.short is None else ask.short.ids)

@@ -16,7 +16,7 @@ from ..cache import bucket_for, room_for
 from ..patches import replaced
 from ..plan import Plan
 from ..repairs import Repairs
-from ..runners.contract import Part
+from ..runners.contract import Ask, Part
 from ..speculative.accept import count_right_on_device
 from ..speculative.gain import LONGEST, Pace
 from ..speculative.short_head import PIECES, ShortHead, product
@@ -231,6 +231,7 @@ class Chain:
     def _draft(self, bucket: int) -> torch.Tensor:
         """One draft behind the last one, and how sure it is."""
         window, short, passes = self.window, self.short_head, self.passes
+        ask = Ask(short=short)
         position = window.base + window.drafted
         passes.cache.on_device(position, bucket)
         ids = window.ids.gather(1, window.drafted.unsqueeze(0))
@@ -238,7 +239,7 @@ class Chain:
         with contextlib.ExitStack() as undo:
             if short is not None:
                 undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
-            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(position), short=short)[:, -1]
+            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(position), ask=ask)[:, -1]
         rows = None if short is None else short.ids
         passes.as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
         window.confidences_host.copy_(window.confidences, non_blocking=True)

@@ -25,7 +25,7 @@ from ..errors import NotCapturable
 from ..internals import attention_named, attention_registered, optimized_for_decoding
 from ..repairs import Repairs
 from ..runners.blocks import BLOCK, Blocks
-from ..runners.contract import Part, Profile, Said, Tokens
+from ..runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from ..runners.forward import first_rows
 from ..stack import LayerPass, Stack, primary_device
 from .capture import Graphs
@@ -118,7 +118,7 @@ class LayerGraphs:
         return tokens <= self.rows
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part]) -> Said:
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         """Nothing here waits for the device."""
         profile, tokens = Profile.of(parts), Tokens.of(parts)
         with self._on_device(), self.stack.exclusive():

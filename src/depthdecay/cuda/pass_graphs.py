@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,19 +19,16 @@ from ..errors import NotCapturable
 from ..internals import optimized_for_decoding
 from ..plan import Plan
 from ..repairs import Repairs
-from ..runners.contract import Part, Said
+from ..runners.contract import PLAIN, Ask, Part, Said
 from ..stack import LayerPass, Stack, primary_device
 from .capture import Graphs, require_alike
 from .compiled_layers import CompiledLayers, Rows
-
-if TYPE_CHECKING:
-    from ..speculative.short_head import ShortHead
 
 
 @dataclass(frozen=True)
 class Captured:
     graph: Any
-    executed: tuple[int, ...]  # the layers that it runs
+    layer_pass: LayerPass  # what it noted while it was captured
 
 
 def whole_mask(padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -91,16 +88,16 @@ class PassGraphs:
         return self.cache.clock.filled
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
-        if fed is None:
-            return self._read([list(part.tokens) for part in parts])
-        if fed is not self.likeliest:
-            self.likeliest.copy_(fed)
-        return self._step(parts[0].depth)
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
+        if ask.fed is None:
+            return self._read(parts, ask)
+        if ask.fed is not self.likeliest:
+            self.likeliest.copy_(ask.fed)
+        return self._step(parts, ask)
 
-    def _read(self, prompts: list[list[int]]) -> Said:
+    def _read(self, parts: Sequence[Part], ask: Ask) -> Said:
         """The prompts, padded on the left, through all layers by the model's own forward."""
-        prompt = Prompt.pad(prompts, 0, self.tokens.device)
+        prompt = Prompt.pad([list(part.tokens) for part in parts], 0, self.tokens.device)
         self.cache.clock.filled = 0
         self.cache.on_device(None)
         self.position.fill_(prompt.length)
@@ -109,33 +106,44 @@ class PassGraphs:
         self.padding.fill_(True)
         if prompt.mask is not None:
             self.padding[:, : prompt.length] = prompt.mask.bool()
-        return self._eagerly(self.plan.num_layers, prompt.ids, prompt.mask, prompt.position_ids)
+        return self._eagerly(parts, ask, prompt.ids, prompt.mask, prompt.position_ids)
 
-    def _step(self, depth: int) -> Said:
-        bucket = bucket_for(self.filled + 1)
+    def _step(self, parts: Sequence[Part], ask: Ask) -> Said:
+        depth, bucket = parts[0].depth, bucket_for(self.filled + 1)
         try:
-            captured = self.graph(("step", depth, bucket), depth, bucket, lambda: self._one_token(bucket))
+            key = ("step", depth, bucket, *ask.kind)
+            captured = self.graph(key, depth, bucket, lambda: self._one_token(bucket, ask))
         except NotCapturable:
             padding = self.padding[:, : self.filled + 1].long()
             self.position += 1
             self.position_ids += 1
-            return self._eagerly(depth, self.tokens, padding, self.position_ids - 1)
+            return self._eagerly(parts, ask, self.tokens, padding, self.position_ids - 1)
         captured.graph.replay()
         self.cache.clock.filled += 1
         assert self.logits is not None
-        return Said(self.logits, self._tokens_run(captured.executed, self.batch), likeliest=self.likeliest)
+        return self._said(parts, ask, self.logits, captured.layer_pass, self.likeliest)
 
-    def _tokens_run(self, executed: Sequence[int], tokens: int) -> list[int]:
+    def _said(
+        self,
+        parts: Sequence[Part],
+        ask: Ask,
+        logits: torch.Tensor,
+        layer_pass: LayerPass,
+        likeliest: torch.Tensor | None = None,
+    ) -> Said:
+        tokens = sum(len(part.tokens) for part in parts)
         counts = [0] * self.stack.num_layers
-        for layer in executed:
+        for layer in layer_pass.executed:
             counts[layer] += tokens
-        return counts
+        return Said.of_forward(parts, ask, logits, layer_pass, counts, likeliest)
 
-    def _eagerly(self, depth: int, ids: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> Said:
-        self.go_to(depth)
-        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, position_ids)[:, -1]
+    def _eagerly(
+        self, parts: Sequence[Part], ask: Ask, ids: torch.Tensor, mask: Any, position_ids: torch.Tensor
+    ) -> Said:
+        self.go_to(parts[0].depth)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, position_ids, ask=ask)[:, -1]
         self.cache.clock.filled += ids.shape[1]
-        return Said(logits, self._tokens_run(self.layer_pass.executed, ids.numel()))
+        return self._said(parts, ask, logits, self.layer_pass)
 
     def go_to(self, depth: int) -> None:
         """The next pass runs at this depth."""
@@ -143,10 +151,10 @@ class PassGraphs:
         self.layer_pass.repairs = self.repairs.at(depth)
         self.layer_pass.executed.clear()
 
-    def _one_token(self, bucket: int) -> torch.Tensor:
+    def _one_token(self, bucket: int, ask: Ask) -> torch.Tensor:
         """The body of a step: every text's next token, which the graph then feeds to itself."""
         mask = self.mask(bucket, self.position)
-        logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids)[:, -1]
+        logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids, ask=ask)[:, -1]
         if self.logits is None:
             self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
@@ -196,7 +204,7 @@ class PassGraphs:
             self.graphs.compared.add(rows)
 
         graph = self.captured(warm_up, run)
-        return Captured(graph, tuple(self.layer_pass.executed))
+        return Captured(graph, self.layer_pass.noted())
 
     def captured(self, warm_up: Callable[[], None], run: Callable[[], torch.Tensor]) -> Any:
         return self.graphs.capture(warm_up, lambda: (run(), None)[1])

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from ..errors import NotCapturable
 from ..repairs import Repairs
 from ..stack import Stack
 from .blocks import Blocks
-from .contract import Part, Said
+from .contract import PLAIN, Ask, Part, Said
 from .forward import ForwardRunner
 
 if TYPE_CHECKING:
     from ..cpu.rows import CompiledRows
     from ..cuda.compiled_layers import CompiledLayers
     from ..cuda.layer_graphs import LayerGraphs
-    from ..speculative.short_head import ShortHead
 
 Found = TypeVar("Found")
 
@@ -53,25 +50,25 @@ class BlockRunner:
     def cache_bytes_uniform(self) -> int:
         return self.blocks.nbytes_uniform
 
-    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         tokens = 0
         for part in parts:
             tokens += len(part.tokens)
             self.blocks.make_room(part)
         if self.compiled is not None and self.compiled.takes(tokens):
-            return self.compiled.run(parts, fed=fed, short=short)
-        if self.graphs is not None and fed is None and self.graphs.takes(tokens):
-            said = self._by_graphs(parts)
+            return self.compiled.run(parts, ask)
+        if self.graphs is not None and ask.fed is None and self.graphs.takes(tokens):
+            said = self._by_graphs(parts, ask)
             if said is not None:
                 return said
-        return self.forward.run(parts, fed=fed, short=short)
+        return self.forward.run(parts, ask)
 
     def capture_ahead(self) -> None:
         """Capture what steps will need, where they run as graphs."""
         if self.graphs is not None:
             self._attempt(self.graphs.capture_layers)
 
-    def _by_graphs(self, parts: Sequence[Part]) -> Said | None:
+    def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
         """None where the pass has to run eagerly. The first one is held against an eager pass."""
         from ..cuda.capture import require_alike
 
@@ -79,7 +76,7 @@ class BlockRunner:
         assert graphs is not None
 
         def run() -> Said:
-            said = graphs.run(parts)
+            said = graphs.run(parts, ask)
             if not graphs.graphs.compared:
                 require_alike(said.logits, self.forward.run(parts).logits, "graphs of layers")
                 graphs.graphs.compared.add("pass")

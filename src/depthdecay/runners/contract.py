@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from ..plan import Plan
 
 if TYPE_CHECKING:
     from ..speculative.short_head import ShortHead
+    from ..stack import LayerPass
 
 FED = (0,)  # a part's one token where only the device knows it yet
 
@@ -45,6 +46,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """What a pass is given and asked for besides its parts."""
+
+    fed: torch.Tensor | None = None  # on the device, the one token of each part, where the parts only have `FED`
+    # Rows of the output matrix that are enough. A way to run passes that cannot leave the others out says so by `ids`.
+    short: ShortHead | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells captured passes apart that do the same but for this."""
+        return ()
+
+
+PLAIN = Ask()
+
+
+@dataclass(frozen=True)
 class Said:
     """What a pass brought."""
 
@@ -52,6 +70,19 @@ class Said:
     tokens_run: Sequence[int]  # by layer, how many tokens ran it: counted where they run, never estimated
     ids: torch.Tensor | None = None  # which tokens the logits are of, where these are not the whole vocabulary
     likeliest: torch.Tensor | None = None  # the greedy choices, where the pass itself has made and fed them
+
+    @classmethod
+    def of_forward(
+        cls,
+        parts: Sequence[Part],
+        ask: Ask,
+        logits: torch.Tensor,
+        layer_pass: LayerPass,
+        tokens_run: Sequence[int],
+        likeliest: torch.Tensor | None = None,
+    ) -> Said:
+        """What the model's own forward brought, in which the tokens of each part are the last ones of a row."""
+        return cls(logits, tokens_run, None if ask.short is None else ask.short.ids, likeliest)
 
     @property
     def layers_executed(self) -> int:
@@ -61,12 +92,8 @@ class Said:
 class Runner(Protocol):
     """Runs passes over the keys and values of some texts."""
 
-    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
-        """One pass over parts in the order of their depths, deepest first.
-
-        `fed`: on the device, the one token of each part, where the parts only have `FED`. `short`: rows of the output
-        matrix that are enough; a way to run passes that cannot leave the others out says so by `Said.ids`.
-        """
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
+        """One pass over parts in the order of their depths, deepest first."""
 
     @property
     def cache_bytes(self) -> int:

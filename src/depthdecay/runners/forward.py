@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -18,10 +18,7 @@ from ..attention import grouped_attention
 from ..repairs import Repairs
 from ..stack import LayerPass, Stack, primary_device
 from .blocks import BLOCK, Blocks
-from .contract import Part, Said
-
-if TYPE_CHECKING:
-    from ..speculative.short_head import ShortHead
+from .contract import PLAIN, Ask, Part, Said
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,26 +33,26 @@ class ForwardRunner:
         self.cache = RaggedCache(blocks, stack.windows)
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], *, fed: torch.Tensor | None = None, short: ShortHead | None = None) -> Said:
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         if len(parts) > 1 and any(part.wanted > 1 for part in parts):  # as one part, it would make the others wider
             parts = [single for part in parts for single in (part.singly() if part.wanted > 1 else [part])]
         device = primary_device(self.stack.model)
         self.cache.columns = columns = Columns(parts, self.blocks, device)
         ragged = RaggedPass(parts, self.repairs)
-        if fed is None:
+        if ask.fed is None:
             filled = [[0] * (columns.queries - len(part.tokens)) + list(part.tokens) for part in parts]
             ids = torch.tensor(filled, device=device)
         else:
-            ids = fed.unsqueeze(1)
+            ids = ask.fed.unsqueeze(1)
         keep = max(part.wanted for part in parts)
         with grouped_attention(self.stack):
             logits = self.stack.run(
-                ragged.layer_pass, ids, columns.mask, self.cache, columns.position_ids, max(keep, 1), short
+                ragged.layer_pass, ids, columns.mask, self.cache, columns.position_ids, max(keep, 1), ask
             )
         said = logits[0] if len(parts) == 1 else logits[:, -1]
         if any(part.wanted == 0 for part in parts):
             said = said[torch.tensor([part.wanted > 0 for part in parts], device=said.device)]
-        return Said(said, ragged.tokens_run, None if short is None else short.ids)
+        return Said.of_forward(parts, ask, said, ragged.layer_pass, ragged.tokens_run)
 
 
 class Columns:

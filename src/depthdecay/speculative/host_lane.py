@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..plan import Plan
-from ..runners.contract import Part, Runner
+from ..runners.contract import Ask, Part, Runner
 from ..sampling import Sampler, pick_tokens
 from .accept import count_right
 from .gain import Pace
@@ -70,7 +70,7 @@ class HostLane:
             self._begun = started
         token = self.drafts[-1] if self.drafts else self.last
         part = Part(0, self.length + step, [token], depth, self.plan)
-        said = self.runner.run([part], short=self.short_head)
+        said = self.runner.run([part], Ask(short=self.short_head))
         if said.ids is None:
             picked = draft = pick_tokens([self.sampler], [self._index + step], said.logits, [self.drafts])[0]
         else:
