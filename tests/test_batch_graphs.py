@@ -30,7 +30,7 @@ from depthdecay.cuda.capture import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
 from depthdecay.cuda.paged import Paged, attend_paged, parts_for
-from depthdecay.runners.contract import Part, Profile
+from depthdecay.runners.contract import Ask, Part, Profile
 
 # What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.
 _WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
@@ -287,3 +287,17 @@ def test_compiled_pieces_serve_all_layers_of_a_kind(
     # For one row, for another number, and then for any.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * 3 * kinds
     assert [module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")][-1] == LAYERS - 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_states_are_handed_out_as_by_an_eager_pass(architecture: str) -> None:
+    plan, asked = Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6]), Ask(states=(0, 3, 4, LAYERS - 1))
+    batcher = Batcher(Engine(tiny_model(architecture), None, plan, repairs=random_repairs(plan)), SMALL)
+    slots = [batcher.blocks.enter(batcher.blocks.needs(Plan.full(LAYERS), 20, 1)[LAYERS]) for _ in range(2)]
+    parts = [Part(slots[0], 0, [5, 6, 7], LAYERS, plan, wanted=2), Part(slots[1], 0, [9], LAYERS - 3, plan)]
+    for part in parts:
+        batcher.blocks.make_room(part)
+    said, expected = steps_of(batcher).run(parts, asked), batcher.runner.forward.run(parts, asked)
+    assert said.states.keys() == expected.states.keys() == set(asked.states)
+    for layer, states in expected.states.items():
+        torch.testing.assert_close(said.states[layer], states, atol=2e-4, rtol=2e-4)

@@ -13,11 +13,16 @@ from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
 from depthdecay import attend
+from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.ladder import runs_of
 from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.blocks import Blocks
+from depthdecay.runners.contract import FED, Ask, Part
 from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
 from depthdecay.speculative.gain import TrackRecord
+from depthdecay.stack import Stack
 
 pytestmark = [
     pytest.mark.cuda,
@@ -348,6 +353,10 @@ def test_lossless_graphs_say_what_full_depth_says(
             full = [r.token_ids for r in engine.generate(prompts, 40, mode="full", eos_token_id=None, **settings)]
             lossless = engine.generate(prompts, 40, mode="lossless", eos_token_id=None, **settings)
             assert [r.token_ids for r in lossless] == full
+    chain = engine._chain.last
+    assert chain is not None
+    assert chain.passes.graphs.can_capture
+    assert (chain.passes.graphs.compiled is not None) == compile  # nothing was given up on the way
 
 
 @torch.no_grad()
@@ -385,3 +394,24 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(
         if place is not None:  # a tie in 16 bits, or a fault
             logits = model(torch.tensor([prompt + full[:place]]).cuda()).logits[0, -1].float()
             assert float(logits.max() - logits[result.token_ids[place]]) < 0.05
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
+def test_graphs_hand_out_the_states_of_an_eager_pass(architecture: str, compile: bool) -> None:
+    stack, plan = Stack.of(on_gpu(architecture)), dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6])
+    compiled = CompiledLayers() if compile else None
+    graphs = PassGraphs(stack, plan, Repairs(), compiled, batch=len(PROMPTS), rooms=[128] * LAYERS)
+    blocks = Blocks.of_rows(stack.kept_shapes(), [[32] * LAYERS] * len(PROMPTS))
+    eager, asked = BlockRunner(stack, blocks, Repairs()), (0, 3, 4, LAYERS - 1)
+    parts = [Part(row, 0, prompt, LAYERS, plan) for row, prompt in enumerate(PROMPTS)]
+    ask = Ask(states=asked)
+    for step in range(4):
+        said, expected = graphs.run(parts, ask), eager.run(parts, ask)
+        torch.testing.assert_close(said.logits, expected.logits, atol=2e-3, rtol=2e-3)
+        for layer in asked:
+            torch.testing.assert_close(said.states[layer], expected.states[layer], atol=2e-3, rtol=2e-3)
+        parts = [Part(row, len(prompt) + step, FED, LAYERS - 3, plan) for row, prompt in enumerate(PROMPTS)]
+        ask = Ask(fed=torch.tensor([5, 6, 7], device="cuda") + step, states=asked)
+    assert graphs.graphs.can_capture
+    assert (graphs.graphs.compiled is not None) == compile

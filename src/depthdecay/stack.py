@@ -39,6 +39,8 @@ class LayerPass:
     # What runs in the place of dropped layers, by the first of each run of them.
     repairs: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     executed: list[int] = field(default_factory=list)
+    asked: tuple[int, ...] = ()  # layers behind which states are wanted
+    states: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer that was asked for
     # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
     run_layer: Callable[..., Any] | None = None
 
@@ -48,7 +50,7 @@ class LayerPass:
 
     def noted(self) -> LayerPass:
         """What it has noted so far, which the next pass of the same object writes over."""
-        return replace(self, executed=list(self.executed))
+        return replace(self, executed=list(self.executed), states=dict(self.states))
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class Stack:
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
         shortened = contextlib.nullcontext() if ask.short is None else ask.short.in_place()
+        layer_pass.asked, layer_pass.states = ask.states, {}
         with self.exclusive(), self.routed(layer_pass), shortened:
             self._require_all_layers()
             arguments |= {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
@@ -230,14 +233,17 @@ class Stack:
                 hidden = args[0] if args else kwargs["hidden_states"]
                 if index in layer_pass.repairs:
                     hidden = layer_pass.repairs[index](hidden)
-                return self.answer(index, hidden)
-            layer_pass.executed.append(index)
-            if layer_pass.run_layer is None:
-                output = forward(*args, **kwargs)
+                output = self.answer(index, hidden)
             else:
-                output = layer_pass.run_layer(index, layer, forward, args, kwargs)
-            if isinstance(output, tuple):
-                self._tuple_lengths[index] = len(output)
+                layer_pass.executed.append(index)
+                if layer_pass.run_layer is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    output = layer_pass.run_layer(index, layer, forward, args, kwargs)
+                if isinstance(output, tuple):
+                    self._tuple_lengths[index] = len(output)
+            if index in layer_pass.asked:
+                layer_pass.states[index] = output[0] if isinstance(output, tuple) else output
             return output
 
         return routed_forward

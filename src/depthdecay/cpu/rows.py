@@ -43,9 +43,6 @@ class CompiledRows:
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
-        segments = (native.Segment * len(profile.segments))()
-        for place, (depth, (first, held)) in enumerate(profile.segments.items()):
-            segments[place] = native.Segment(first, held, stack.maps_at(self.repairs, depth))
         ids = torch.tensor(tokens.ids) if ask.fed is None else ask.fed
         state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
         cosine, sine = stack.angles_at(tokens.positions)
@@ -66,15 +63,36 @@ class CompiledRows:
             most=self.blocks.table.shape[2],
             block=BLOCK,
             halves=self.halves,
-            running=(ctypes.c_int64 * stack.num_layers)(*profile.counts),
-            segment=segments,
-            segments=len(segments),
+            segments=len(profile.segments),
             wanted=(ctypes.c_int64 * len(tokens.wanted))(*tokens.wanted),
-            logits_wanted=len(tokens.wanted),
             logits=logits.data_ptr(),
             threads=threads(),
         )
+        states, first, executed = {}, 0, 0
         with stack.exclusive():
-            executed = stack.code.run(model, arguments)
+            # A call up to each layer whose state is wanted, and one for the rest.
+            for last in sorted({*ask.states, stack.num_layers - 1}):
+                stretch = range(first, last + 1)
+                self._give_layers(arguments, profile, stretch)
+                arguments.logits_wanted = len(tokens.wanted) if stretch.stop == stack.num_layers else 0
+                executed += stack.code.run(model, arguments)
+                states[last] = state.clone() if last in ask.states else state
+                first = stretch.stop
         assert executed == sum(count > 0 for count in profile.counts)
-        return Said(logits, profile.counts, None if ask.short is None else ask.short.ids)
+        ids_of_logits = None if ask.short is None else ask.short.ids
+        return Said(logits, profile.counts, ids_of_logits, states={layer: states[layer] for layer in ask.states})
+
+    def _give_layers(self, arguments: native.Pass, profile: Profile, stretch: range) -> None:
+        """Let a call run these layers only, and the maps in their places."""
+        layers = self.stack.num_layers
+        counts = (count if layer in stretch else 0 for layer, count in enumerate(profile.counts))
+        arguments.running = (ctypes.c_int64 * layers)(*counts)
+        segments = (native.Segment * len(profile.segments))()
+        for place, (depth, (first, held)) in enumerate(profile.segments.items()):
+            maps = self.stack.maps_at(self.repairs, depth)
+            if len(stretch) < layers:
+                own = (ctypes.POINTER(native.Map) * layers)()
+                own[stretch.start : stretch.stop] = maps[stretch.start : stretch.stop]
+                maps = own
+            segments[place] = native.Segment(first, held, maps)
+        arguments.segment = segments

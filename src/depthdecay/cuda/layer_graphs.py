@@ -124,14 +124,18 @@ class LayerGraphs:
         with self._on_device(), self.stack.exclusive():
             self._send(tokens, profile)
             self._frame_graph("head", self._head).replay()
+            states = {}
             for layer, count in enumerate(profile.counts):
                 if count:
                     self._layer_graph(layer, bucket_of(count)).replay()
                 for depth, (_, held) in profile.segments.items():
                     if layer in self.maps.get(depth, ()):
                         self._map_graph(depth, layer, bucket_of(held)).replay()
+                if layer in ask.states:
+                    states[layer] = self.states[: len(tokens.ids)].flatten(0, -2).clone()
             self._frame_graph("tail", self._tail).replay()
-            return Said(self.logits.index_select(0, self.last[: len(tokens.wanted)]), profile.counts)
+            logits = self.logits.index_select(0, self.last[: len(tokens.wanted)])
+            return Said(logits, profile.counts, states=states)
 
     def capture_layers(self) -> None:
         """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""

@@ -6,8 +6,8 @@ positions, to run at a depth. `Runner.run` takes the parts of a pass and gives w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,11 +52,12 @@ class Ask:
     fed: torch.Tensor | None = None  # on the device, the one token of each part, where the parts only have `FED`
     # Rows of the output matrix that are enough. A way to run passes that cannot leave the others out says so by `ids`.
     short: ShortHead | None = None
+    states: tuple[int, ...] = ()  # layers behind which the state of every token is wanted
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tells captured passes apart that do the same but for this."""
-        return ()
+        return self.states
 
 
 PLAIN = Ask()
@@ -70,6 +71,9 @@ class Said:
     tokens_run: Sequence[int]  # by layer, how many tokens ran it: counted where they run, never estimated
     ids: torch.Tensor | None = None  # which tokens the logits are of, where these are not the whole vocabulary
     likeliest: torch.Tensor | None = None  # the greedy choices, where the pass itself has made and fed them
+    # By layer that was asked for, what it handed on: (tokens of all parts in order, hidden). Behind a dropped layer it
+    # is the state that goes on in its place. The next pass may write over them.
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_forward(
@@ -82,7 +86,11 @@ class Said:
         likeliest: torch.Tensor | None = None,
     ) -> Said:
         """What the model's own forward brought, in which the tokens of each part are the last ones of a row."""
-        return cls(logits, tokens_run, None if ask.short is None else ask.short.ids, likeliest)
+        states = {}
+        for layer in ask.states:
+            rows = layer_pass.states[layer]
+            states[layer] = torch.cat([rows[row, -len(part.tokens) :] for row, part in enumerate(parts)])
+        return cls(logits, tokens_run, None if ask.short is None else ask.short.ids, likeliest, states)
 
     @property
     def layers_executed(self) -> int:
