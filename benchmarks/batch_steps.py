@@ -19,7 +19,7 @@ import torch
 
 from depthdecay import Engine, Plan, load
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.budget import cost_speedup
+from depthdecay.costs import cost_speedup
 from depthdecay.request import UNENDING, prepare_request
 from depthdecay.results import write_result
 from depthdecay.stack import Stack

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from depthdecay import Plan, load
-from depthdecay.budget import cost_speedup
+from depthdecay.costs import cost_speedup
 from depthdecay.loadtest import Load, ask_for, run_load
 from depthdecay.results import write_result
 from depthdecay.stack import Stack

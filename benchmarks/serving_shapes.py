@@ -25,7 +25,7 @@ import torch
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.bench import SHAPES, random_model
-from depthdecay.budget import cost_speedup
+from depthdecay.costs import cost_speedup
 from depthdecay.devices import choose_device, choose_dtype
 from depthdecay.request import UNENDING, prepare_request
 from depthdecay.results import require_writable, write_result

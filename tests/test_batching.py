@@ -264,7 +264,9 @@ def test_layers_are_counted_where_they_run_and_idle_ones_do_not_run() -> None:
     assert batcher.counters.layer_passes < LAYERS * batcher.counters.steps
 
 
-def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_model()
     batcher = Batcher(Engine(model, None, fast=False), SMALL)  # whose own forward can be poisoned
     good = [submit(batcher, prompt, 9) for prompt in PROMPTS]
@@ -281,6 +283,9 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(monkeypatch: pytest.
     updates = list(run_dry(batcher))
     monkeypatch.undo()
     assert [update.id for update in updates if update.error is not None] == [bad]
+    # Passes that were repeated are told of: a machine that fails now and then would be slow without a word.
+    assert batcher.counters.failed_passes == len(caplog.records) + 1 > 1
+    assert {record.getMessage() for record in caplog.records} == {"a pass failed; repeated in halves"}
     expected = Engine(model, None).generate(PROMPTS, 9, mode="full")
     for number, solo in zip(good, expected, strict=True):
         assert [update.token for update in updates if update.id == number] == solo.token_ids

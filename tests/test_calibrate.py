@@ -14,7 +14,7 @@ import torch
 from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.budget import Costs, cost_speedup, drafter_of, plan_at_speedup
+from depthdecay.budget import drafter_of, plan_at_speedup
 from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
 from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
 from depthdecay.calibrate.drafter import expected
@@ -24,6 +24,7 @@ from depthdecay.calibrate.goal import upper_bound
 from depthdecay.calibrate.influence import block_influence
 from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
+from depthdecay.costs import Costs, cost_speedup
 from depthdecay.errors import DepthDecayError
 from depthdecay.ladder import runs_of
 from depthdecay.repairs import Repair, Repairs, repaired_at_once

@@ -278,7 +278,7 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
 def test_repairs_are_read_once_a_row_whatever_the_lengths(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthdecay.budget import cost_speedup
+    from depthdecay.costs import cost_speedup
     from depthdecay.evaluate import run as module
 
     def nothing(start: int, end: int) -> Repair:

@@ -18,9 +18,9 @@ from replays import replay_captures
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import attend, attention, gemv, overlap
+from depthdecay import attend, gemv, overlap
 from depthdecay.cache import bucket_for
-from depthdecay.cuda import compiled_layers
+from depthdecay.cuda import attention, compiled_layers
 from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
 from depthdecay.errors import DepthDecayError
 from depthdecay.repairs import Repair

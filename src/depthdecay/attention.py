@@ -1,4 +1,4 @@
-"""Attention while decoding, in place of transformers' own: our kernels on CUDA, heads that share keys on CPUs.
+"""Attention while decoding, in place of transformers' own: heads that share keys, asked as if they were tokens.
 
 transformers finds the function by its name, for all models of the process. So what stands there asks the module that
 attends which function it has for now; modules are marked under their model's lock, and all others get the original.
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from .attend import attend, can_attend
-from .devices import cuda_generation, overlaps_kernels
 from .internals import attention_function, attention_name, attention_registered
 from .patches import SharedPatch, replaced_each
 
@@ -37,28 +35,6 @@ def scaling_of(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
     """What a call multiplies scores by; where it does not say, as torch does."""
     scaling = kwargs.get("scaling")
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-@functools.cache
-def stepwise(original: Attention) -> Attention:
-    """transformers' sdpa function, with passes over a few new tokens taken over where that is the same and cheaper.
-
-    Made once for all, since compiled layers know it by its identity.
-    """
-    # Asked here, since a compiled layer would trace the question.
-    overlap, capable = overlaps_kernels(), cuda_generation() >= 8  # tensor cores that know bf16
-
-    def forward(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
-        # Where heads share keys, transformers copies these for every head: for 400 rows that is most of a step. Batches
-        # of other models keep torch's kernels, which then have enough to do.
-        pays = query.shape[0] == 1 or query.shape[1] > key.shape[1]
-        if not (capable and is_plain(kwargs) and pays and can_attend(query, key, value, mask)):
-            return original(module, query, key, value, mask, **kwargs)
-        return attend(query, key, value, mask, scaling_of(query, kwargs), overlap), None
-
-    return forward
 
 
 @functools.cache
@@ -92,11 +68,6 @@ def _as_marked(original: Attention) -> Attention:
 
 
 _DISPATCHED = SharedPatch(lambda: attention_registered("sdpa", _as_marked(attention_function("sdpa"))))
-
-
-def attention_in_steps(stack: Stack) -> contextlib.AbstractContextManager[None]:
-    """While open, models that use torch's attention take our CUDA kernels where it pays."""
-    return replaced_attention(stack, stepwise)
 
 
 def grouped_attention(stack: Stack) -> contextlib.AbstractContextManager[None]:

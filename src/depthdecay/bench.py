@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .budget import Costs
+from .costs import Costs
 from .devices import synchronize
 from .engine import Engine
 from .errors import DepthDecayError, failure

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .bench import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
-from .budget import Costs
+from .costs import Costs
 from .cpu.threads import threads
 from .engine import Engine
 from .errors import DepthDecayError

@@ -393,7 +393,7 @@ def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Par
 
 def _open(model: Any, quantize: str | None, origin: Origin | None, fast: bool | None) -> Stack:
     """The model's layers, with compiled passes where it is on a CPU."""
-    if primary_device(unwrap(model)).type != "cpu" and quantize is None:
+    if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
         return Stack.of(model)
     from .cpu.stack import open_stack
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.ladder import Ladder
-from depthdecay.plan_file import fetch_beside, read_plan_file, save_plan_file
 from depthdecay.schedule import (
     ConstantSchedule,
     FullSchedule,
@@ -262,11 +261,15 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan to a .json file, or as plan.json into a folder; returns the file."""
+        from depthdecay.plan_file import save_plan_file
+
         return save_plan_file(self.to_dict(), Path(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a .json file, a folder that holds plan.json, or a Hugging Face repository id."""
+        from depthdecay.plan_file import fetch_beside, read_plan_file
+
         file, values = read_plan_file(os.fspath(path))
         try:
             plan = replace(cls.from_dict(values), folder=file.parent)

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from .errors import DepthDecayError, PlanMismatchError, one_line
 from .ladder import runs_of
-from .paths import write_whole
 from .plan import Plan
 from .stack import Stack
 
@@ -181,6 +180,8 @@ class Repairs:
         about = {"format": _FORMAT, "version": _VERSION, "depths": json.dumps(table)}
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            from .paths import write_whole
+
             return write_whole(file, save(tensors, about))
         except OSError as error:
             raise DepthDecayError(f"the repairs cannot be written to {file}: {error.strerror or error}") from None

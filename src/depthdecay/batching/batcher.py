@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from ..stack import require_eval
 from .drafting import BatchDrafting, RowDrafts
 from .entry import Entry
 from .logprobs import Logprobs, logprobs_of
+
+logger = logging.getLogger("depthdecay.batching")
 
 PROMPT_ROWS = 64  # a step of graphs has room for so many tokens of prompts beside a full batch: weights take longer
 DEFAULT_POSITIONS = 4096  # for models that set no bound
@@ -76,7 +79,8 @@ class Counters:
     layer_passes: int = 0  # layers of decoding passes, however many rows each had
     drafted: int = 0  # tokens that verifications judged
     accepted: int = 0
-    errors: int = 0
+    errors: int = 0  # rows that were given up
+    failed_passes: int = 0  # also those whose rows ran when they were repeated in halves
 
 
 @dataclass
@@ -363,7 +367,11 @@ class Batcher:
         try:
             logits = self._run(rows)
         except Exception as error:
+            self.counters.failed_passes += 1
             if len(rows) > 1:
+                logger.warning(
+                    "a pass failed; repeated in halves", exc_info=True, extra={"fields": {"rows": len(rows)}}
+                )
                 half = len(rows) // 2
                 return self._pass(rows[:half]) + self._pass(rows[half:])
             return [self._failed(rows[0], error)]

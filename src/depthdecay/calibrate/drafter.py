@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from depthdecay.budget import Costs
 from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
 from depthdecay.calibrate.fidelity import Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace
 from depthdecay.calibrate.goal import Goal
 from depthdecay.calibrate.recording import Recording
+from depthdecay.costs import Costs
 from depthdecay.ladder import Ladder
 from depthdecay.plan import Plan
 from depthdecay.repairs import Repairs

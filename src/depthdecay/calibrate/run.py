@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.budget import Costs, plan_at_speedup
+from depthdecay.budget import plan_at_speedup
 from depthdecay.calibrate.continuations import Continuation, Split, continue_prompts, split_prompts, variety
 from depthdecay.calibrate.fidelity import Simulator
 from depthdecay.calibrate.fit import FitSettings, Trace, fit_plan
@@ -21,6 +21,7 @@ from depthdecay.calibrate.recording import Recording
 from depthdecay.calibrate.search import Found, Search
 from depthdecay.calibrate.settings import Settings
 from depthdecay.calibrate.work import WorkFolder
+from depthdecay.costs import Costs
 from depthdecay.devices import free_bytes
 from depthdecay.engine import Engine
 from depthdecay.errors import DepthDecayError

@@ -126,8 +126,8 @@ def default_ladder(num_layers: int) -> dict[str, Any] | None:
 
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
-    from depthdecay.budget import cost_speedup
     from depthdecay.cache import rooms
+    from depthdecay.costs import cost_speedup
     from depthdecay.runners.blocks import BLOCK, blocks_for
 
     planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)

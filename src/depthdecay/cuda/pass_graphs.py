@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..attention import attention_in_steps
 from ..cache import OneLayer, PlannedCache, Prompt, bucket_for
 from ..errors import NotCapturable
 from ..internals import optimized_for_decoding
@@ -21,6 +20,7 @@ from ..plan import Plan
 from ..repairs import Repairs
 from ..runners.contract import PLAIN, Ask, Part, Said
 from ..stack import LayerPass, Stack, primary_device
+from .attention import attention_in_steps
 from .capture import Graphs, require_alike
 from .compiled_layers import CompiledLayers, Rows
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from depthdecay.budget import Costs
+from depthdecay.costs import Costs
 from depthdecay.cpu.stack import open_stack
 from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.evaluate.answers import Answerer, Answers, Questions

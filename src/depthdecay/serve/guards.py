@@ -126,7 +126,7 @@ def _places(traceback: Any) -> list[str]:
 def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name in ("depthdecay.serve", "uvicorn"):
+    for name in ("depthdecay.serve", "depthdecay.batching", "uvicorn"):
         named = logging.getLogger(name)
         named.handlers = [handler]
         named.propagate = False

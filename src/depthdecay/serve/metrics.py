@@ -37,6 +37,7 @@ class Metrics:
         self.drafted = counter("drafted_tokens", "Drafts of lossless requests that verifications judged.")
         self.accepted = counter("accepted_tokens", "Drafts of lossless requests that were right.")
         self.row_errors = counter("row_errors", "Rows whose pass failed.")
+        self.failed_passes = counter("failed_passes", "Passes that failed, also where rows ran in halves of them.")
         self.to_first = Histogram(
             "depthdecay_time_to_first_token_seconds", "From request to token 0.", buckets=_TO_FIRST, registry=registry
         )
@@ -66,6 +67,7 @@ class Metrics:
             self.drafted: now.drafted,
             self.accepted: now.accepted,
             self.row_errors: now.errors,
+            self.failed_passes: now.failed_passes,
         }
         for counter, value in values.items():
             counter.inc(value - self._seen.get(counter, 0))

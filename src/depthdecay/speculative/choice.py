@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..budget import Costs
+from ..costs import Costs
 from ..plan import Plan
 from ..repairs import Repairs
 from ..stack import Stack

@@ -1,0 +1,83 @@
+"""How much code a token passes: the lines that `Engine.generate` loads, by way to run, and the package as a whole.
+
+python benchmarks/code_size.py [--source src] [--json FILE]. Each way runs in a process of its own, on a tiny random
+model; what it has imported of the package when its answer is there is counted, lines and files. `eager`: the model's
+own forward; `cpu`: one compiled call a pass; `cuda`: graphs, where there is a GPU; each without and with lossless mode.
+`server` is a batch of requests without HTTP. The source may be another tree, so that two can be held side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WAYS = ("eager", "eager lossless", "cpu", "cpu lossless", "cuda", "cuda lossless", "server")
+
+RUN = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+way = sys.argv[1]
+settings = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=97)
+config = AutoConfig.for_model("llama", num_key_value_heads=2, max_position_embeddings=256, **settings)
+model = AutoModelForCausalLM.from_config(config).eval()
+if way.startswith("cuda"):
+    if not torch.cuda.is_available():
+        sys.exit(3)
+    model = model.cuda()
+from depthdecay.engine import Engine
+engine = Engine(model, fast=False if way.startswith("eager") else None)
+if way == "server":
+    from depthdecay.batching import Batcher, BatchSettings
+    from depthdecay.request import prepare_request
+    batcher = Batcher(engine, BatchSettings(max_batch=2))
+    batcher.submit(prepare_request(engine, [[5, 6, 7], [8, 9]], 8, {}))
+    while not batcher.is_idle:
+        batcher.step()
+else:
+    engine.generate([[5, 6, 7]], 8, mode="lossless" if "lossless" in way else "full")
+print(json.dumps([module.__file__ for name, module in sorted(sys.modules.items()) if name.startswith("depthdecay")]))
+"""
+
+
+def lines(files: list[Path]) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def loaded(source: Path, way: str) -> list[Path] | None:
+    """The files of the package that a way to run loads; None where there is no GPU for it."""
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, way], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode == 3:
+        return None
+    if done.returncode != 0:
+        sys.exit(f"{way}: {done.stderr.strip().splitlines()[-1]}")
+    return [Path(file) for file in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", type=Path, default=Path("src"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    package = sorted(options.source.rglob("*.py"))
+    report: dict[str, Any] = {"package": {"files": len(package), "lines": lines(package)}}
+    for way in WAYS:
+        files = loaded(options.source, way)
+        if files is not None:
+            report[way] = {"files": len(files), "lines": lines(files)}
+    for name, size in report.items():
+        print(f"{name:16} {size['files']:4} files {size['lines']:7,} lines")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What is not ours is put back as it was, also where several threads change it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import tiny_model
+
+from depthdecay import attention
+from depthdecay.cuda.attention import attention_in_steps
+from depthdecay.internals import attention_function
+from depthdecay.patches import SharedPatch, replaced_each
+from depthdecay.stack import Stack
+
+
+def test_a_shared_change_lasts_until_the_last_one_is_done() -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def change() -> Iterator[None]:
+        events.append("made")
+        yield
+        events.append("undone")
+
+    patch = SharedPatch(change)
+    first, second = patch.made(), patch.made()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # not in the order of a stack, as threads do
+    assert events == ["made"]
+    second.__exit__(None, None, None)
+    assert events == ["made", "undone"]
+    with patch.made():
+        assert events == ["made", "undone", "made"]
+
+
+def test_attributes_are_put_back_after_an_error() -> None:
+    class Thing:
+        pass
+
+    has, has_not = Thing(), Thing()
+    has.__dict__["name"] = 1
+    seen = []
+
+    def change() -> None:
+        with replaced_each([has, has_not], "name", [2, 3]):
+            seen.extend([dict(vars(has)), dict(vars(has_not))])
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        change()
+    assert seen == [{"name": 2}, {"name": 3}]
+    assert [vars(has), vars(has_not)] == [{"name": 1}, {}]
+
+
+def test_two_models_in_two_threads_keep_their_own_attention() -> None:
+    """One begins, the other begins, the first ends: the second still has its own, and afterwards nobody has any."""
+    original = attention_function("sdpa")
+    stacks = [Stack.of(tiny_model()), Stack.of(tiny_model())]
+    bystander = Stack.of(tiny_model()).attending[0]
+    steps = [threading.Event() for _ in range(4)]
+    seen: dict[str, Any] = {}
+
+    def asked(module: Any) -> Any:
+        return getattr(module, attention._MARK, None)
+
+    def first() -> None:
+        with attention_in_steps(stacks[0]):
+            steps[0].set()
+            assert steps[1].wait(10)
+        steps[2].set()
+
+    def second() -> None:
+        assert steps[0].wait(10)
+        with attention.grouped_attention(stacks[1]):
+            steps[1].set()
+            assert steps[2].wait(10)
+            seen["own"], seen["other"] = asked(stacks[1].attending[0]), asked(stacks[0].attending[0])
+            seen["bystander"], seen["dispatched"] = asked(bystander), attention_function("sdpa")
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen["own"] is attention.grouped(original)  # type: ignore[arg-type]
+    assert seen["other"] is None
+    assert seen["bystander"] is None
+    assert seen["dispatched"] is not original
+    assert attention_function("sdpa") is original
