@@ -1,9 +1,10 @@
 """How much code a token passes: the lines that `Engine.generate` loads, by way to run, and the package as a whole.
 
 python benchmarks/code_size.py [--source src] [--json FILE]. Each way runs in a process of its own, on a tiny random
-model; what it has imported of the package when its answer is there is counted, lines and files. `eager`: the model's
-own forward; `cpu`: one compiled call a pass; `cuda`: graphs, where there is a GPU; each without and with lossless mode.
-`server` is a batch of requests without HTTP. The source may be another tree, so that two can be held side by side.
+model. What it has imported of the package when its answer is there is counted, lines and files; and the files whose
+functions ran for one of its tokens (of lossless mode, one window). `eager` is the model's own forward, `cpu` one
+compiled call a pass, `cuda` graphs, where there is a GPU; each without and with lossless mode. `server` is a batch of
+requests without HTTP. The source may be another tree, so that two can be held side by side.
 """
 
 from __future__ import annotations
@@ -31,17 +32,27 @@ if way.startswith("cuda"):
         sys.exit(3)
     model = model.cuda()
 from depthdecay.engine import Engine
+from depthdecay.request import prepare_request
 engine = Engine(model, fast=False if way.startswith("eager") else None)
+request = prepare_request(engine, [[5, 6, 7]] if way != "server" else [[5, 6, 7], [8, 9]], 12, {})
 if way == "server":
     from depthdecay.batching import Batcher, BatchSettings
-    from depthdecay.request import prepare_request
     batcher = Batcher(engine, BatchSettings(max_batch=2))
-    batcher.submit(prepare_request(engine, [[5, 6, 7], [8, 9]], 8, {}))
-    while not batcher.is_idle:
-        batcher.step()
+    batcher.submit(request)
+    steps = iter(batcher.step, [])
 else:
-    engine.generate([[5, 6, 7]], 8, mode="lossless" if "lossless" in way else "full")
-print(json.dumps([module.__file__ for name, module in sorted(sys.modules.items()) if name.startswith("depthdecay")]))
+    mode = "lossless" if "lossless" in way else "full"
+    steps = engine._decoded(request, engine._new_results(request, mode))
+for _ in range(4):  # whatever is loaded, captured or tried first
+    next(steps)
+passed = set()
+sys.setprofile(lambda frame, event, argument: passed.add(frame.f_code.co_filename))
+next(steps)
+sys.setprofile(None)
+for _ in steps:
+    pass
+files = sorted(module.__file__ for name, module in sys.modules.items() if name.startswith("depthdecay"))
+print(json.dumps([files, sorted(passed & set(files))]))
 """
 
 
@@ -49,8 +60,8 @@ def lines(files: list[Path]) -> int:
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
-def loaded(source: Path, way: str) -> list[Path] | None:
-    """The files of the package that a way to run loads; None where there is no GPU for it."""
+def loaded(source: Path, way: str) -> tuple[list[Path], list[Path]] | None:
+    """The files that a way to run loads, and those that its fifth token passes; None where there is no GPU for it."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     done = subprocess.run(
         [sys.executable, "-c", RUN, way], capture_output=True, text=True, env=environment, check=False
@@ -59,7 +70,8 @@ def loaded(source: Path, way: str) -> list[Path] | None:
         return None
     if done.returncode != 0:
         sys.exit(f"{way}: {done.stderr.strip().splitlines()[-1]}")
-    return [Path(file) for file in json.loads(done.stdout.splitlines()[-1])]
+    files, passed = json.loads(done.stdout.splitlines()[-1])
+    return [Path(file) for file in files], [Path(file) for file in passed]
 
 
 def main() -> None:
@@ -70,11 +82,13 @@ def main() -> None:
     package = sorted(options.source.rglob("*.py"))
     report: dict[str, Any] = {"package": {"files": len(package), "lines": lines(package)}}
     for way in WAYS:
-        files = loaded(options.source, way)
-        if files is not None:
-            report[way] = {"files": len(files), "lines": lines(files)}
+        found = loaded(options.source, way)
+        if found is not None:
+            files, passed = found
+            report[way] = {"files": len(files), "lines": lines(files), "files_a_token_passes": len(passed)}
     for name, size in report.items():
-        print(f"{name:16} {size['files']:4} files {size['lines']:7,} lines")
+        passes = f", a token passes {size['files_a_token_passes']} files" if "files_a_token_passes" in size else ""
+        print(f"{name:16} {size['files']:4} files {size['lines']:7,} lines{passes}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -309,11 +309,12 @@ class Engine:
                 yield self._host_lane(runner, prompt, sampler, drafting)
             return
         from .cuda.chain import Chain
-
-        plan, short = self.drafting_plan, self._short_head
+        from .cuda.pass_graphs import PassGraphs
 
         def make_chain() -> Chain:
-            return Chain(self.stack, plan, self.repairs, self.compiled, short, drafting.pace, positions)
+            room = [Chain.room_for(positions)] * self.stack.num_layers
+            passes = PassGraphs(self.stack, self.drafting_plan, self.repairs, self.compiled, batch=1, rooms=room)
+            return Chain(passes, self._short_head, drafting.pace)
 
         with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
             yield chain
@@ -338,7 +339,7 @@ class Engine:
         settings = BatchSettings(count, PREFILL_TOKENS, cohort_seconds=0, max_positions=positions)
 
         def fits(kept: Batcher) -> bool:
-            return kept.settings.max_batch == count and kept.max_positions >= positions
+            return self.uses_graphs and kept.settings.max_batch == count and kept.max_positions >= positions
 
         with self._rows.lent(fits, lambda: Batcher(self, settings)) as batcher:
             samplers = [self._sampler(request, row) for row in range(count)]

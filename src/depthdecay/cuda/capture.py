@@ -39,7 +39,7 @@ class Capturer:
         self.pool: Any = None
         self.side_stream: torch.cuda.Stream | None = None
 
-    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, warm_up: Callable[[], Any], run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """The graph of `run`. Inside it nothing may be initialised or compiled, so `warm_up` goes ahead."""
         graph = torch.cuda.CUDAGraph()
         if self.side_stream is None:
@@ -81,7 +81,7 @@ class Graphs:
     compared: set[Any] = field(default_factory=set)  # kinds of passes that have been held against plain layers
     can_capture: bool = True
 
-    def capture(self, warm_up: Callable[[], None], run: Callable[[], None]) -> Any:
+    def capture(self, warm_up: Callable[[], Any], run: Callable[[], Any]) -> Any:
         try:
             return self.capturer.capture(warm_up, run)
         except NotCapturable:

@@ -14,14 +14,11 @@ import torch
 
 from ..cache import bucket_for, room_for
 from ..patches import replaced
-from ..plan import Plan
-from ..repairs import Repairs
 from ..runners.contract import Ask, Part
 from ..speculative.accept import count_right_on_device
 from ..speculative.gain import LONGEST, Pace
 from ..speculative.short_head import PIECES, ShortHead, product
-from ..stack import Stack
-from .compiled_layers import CompiledLayers, Rows
+from .compiled_layers import Rows
 from .pass_graphs import Captured, PassGraphs
 
 # Numbers of tokens that verifications are captured for; a shorter one is padded behind, where nobody looks. On an H200
@@ -106,22 +103,13 @@ class Chain:
     lag = 1  # a draft's confidence is read while the next one runs
     runs_ahead = True
 
-    def __init__(
-        self,
-        stack: Stack,
-        plan: Plan,
-        repairs: Repairs,
-        compiled: CompiledLayers | None,
-        short_head: ShortHead | None,
-        pace: Pace,
-        positions: int,
-    ) -> None:
-        room = self.room_for(positions)
-        self.passes = PassGraphs(stack, plan, repairs, compiled, batch=1, rooms=[room] * stack.num_layers)
+    def __init__(self, passes: PassGraphs, short_head: ShortHead | None, pace: Pace) -> None:
+        """`passes`: of one text, with as much room in every layer as `room_for` says."""
+        self.passes = passes
         self.short_head = short_head
         self.pace = pace
-        self.window = window = Window(self.passes.tokens.device)
-        self.passes.changing += [window.ids, window.drafted, window.base, window.confidences, window.turn]
+        self.window = window = Window(passes.tokens.device)
+        passes.changing += [window.ids, window.drafted, window.base, window.confidences, window.turn]
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0

@@ -203,11 +203,8 @@ class PassGraphs:
             require_alike(self._without_a_trace(run), expected, "compiled layers")
             self.graphs.compared.add(rows)
 
-        graph = self.captured(warm_up, run)
+        graph = self.graphs.capture(warm_up, run)
         return Captured(graph, self.layer_pass.noted())
-
-    def captured(self, warm_up: Callable[[], None], run: Callable[[], torch.Tensor]) -> Any:
-        return self.graphs.capture(warm_up, lambda: (run(), None)[1])
 
     def _without_a_trace(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.unchanged():
