@@ -16,25 +16,30 @@ import torch
 
 from depthdecay.bench import never_ending
 from depthdecay.bench_cpu import read_bandwidth
-from depthdecay.cache import PlannedCache
 from depthdecay.engine import Engine
 from depthdecay.models import load
-from depthdecay.stack import LayerPass
+from depthdecay.plan import Plan
+from depthdecay.repairs import Repairs
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.blocks import Blocks
+from depthdecay.runners.contract import Part
+from depthdecay.stack import Stack
 
 NEW_TOKENS, PROMPT = 128, 32
 
 
-def seconds_of_passes(stack: Any, dropped: frozenset[int], ids: torch.Tensor) -> float:
-    """The median compiled pass over one token, at places that a text of this length has."""
-    cache = PlannedCache([PROMPT + NEW_TOKENS] * stack.num_layers, stack.windows)
+def seconds_of_passes(stack: Stack, depth: int, ids: list[int]) -> float:
+    """The median compiled pass over one token at a depth, at places that a text of this length has."""
+    layers = stack.num_layers
+    plan = Plan.constant(layers, depth, drop_order=list(range(1, layers)))
+    blocks = Blocks.of_rows(stack.kept_shapes(), [[PROMPT + NEW_TOKENS] * layers])
+    runner = BlockRunner(stack, blocks, Repairs())
+    runner.run([Part(0, 0, ids, layers, plan)])
     times = []
-    with torch.no_grad():
-        stack.run(LayerPass(), ids, None, cache, torch.arange(PROMPT).unsqueeze(0))
-        for place in range(PROMPT, PROMPT + NEW_TOKENS):
-            cache.clock.filled = place
-            started = time.perf_counter()
-            stack.run(LayerPass(dropped), ids[:, :1], None, cache, torch.tensor([[place]]))
-            times.append(time.perf_counter() - started)
+    for place in range(PROMPT, PROMPT + NEW_TOKENS):
+        started = time.perf_counter()
+        runner.run([Part(0, place, ids[:1], depth, plan)])
+        times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
@@ -53,9 +58,9 @@ def main() -> None:
     found: dict[str, dict[str, list[float]]] = {setting: {} for setting in engines}
     for _ in range(arguments.rounds):
         for setting, engine in engines.items():
-            every = frozenset(range(engine.stack.num_layers))
-            whole = seconds_of_passes(engine.stack, frozenset(), ids)
-            head = seconds_of_passes(engine.stack, every, ids)
+            layers = engine.stack.num_layers
+            whole, one = (seconds_of_passes(engine.stack, depth, ids[0].tolist()) for depth in (layers, 1))
+            head = one - (whole - one) / (layers - 1)  # no pass has no layer at all
             with never_ending(loaded.model):
                 step = engine.generate(ids.tolist(), NEW_TOKENS, mode="full", do_sample=False)[0].ms_per_token
             parts = {"step": step, "layers": 1000 * (whole - head), "output matrix": 1000 * head}

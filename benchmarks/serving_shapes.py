@@ -218,13 +218,13 @@ def main() -> None:
     ideal = cost_speedup(plan, load.batcher.stack, tokens)
     pairs = zip(speeds["decay"], speeds["full"], strict=True)
     ratio = statistics.median(decay / full for decay, full in pairs)
-    steps = load.batcher.steps
+    graphs = load.batcher.runner.graphs
     figures: dict[str, Any] = {
         "decay_over_full": round(ratio, 3),
         "layer_speedup": round(plan.layer_speedup(tokens), 3),
         "cost_speedup": round(ideal, 3),
         "share_of_ideal": round(ratio / ideal, 3),
-        "graphs": len(steps.graphs) if steps is not None else 0,
+        "graphs": len(graphs.graphs.by_key) if graphs is not None else 0,
         "graphs_gb": round(captured / 1e9, 3),
         "warm_up_seconds": round(warming, 2),
         "whole_seconds": round(time.perf_counter() - begun, 1),
