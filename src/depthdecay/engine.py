@@ -339,18 +339,24 @@ class Engine:
         settings = BatchSettings(count, PREFILL_TOKENS, cohort_seconds=0, max_positions=positions)
 
         def fits(kept: Batcher) -> bool:
-            return self.uses_graphs and kept.settings.max_batch == count and kept.max_positions >= positions
+            return kept.settings.max_batch == count and kept.max_positions >= positions
 
-        with self._rows.lent(fits, lambda: Batcher(self, settings)) as batcher:
+        def make() -> Batcher:
+            return Batcher(self, settings)
+
+        # Only graphs take long to make; a new batch sees weights that have changed since.
+        lent = self._rows.lent(fits, make) if self.uses_graphs else contextlib.nullcontext(make())
+        with lent as batcher:
             samplers = [self._sampler(request, row) for row in range(count)]
             ids = batcher.submit(request, mode="lossless", into=list(zip(results, samplers, strict=True)))
+            places = {number: place for place, number in enumerate(ids)}
             try:
                 while not batcher.is_idle:
                     pieces = [""] * count
                     for update in batcher.step():
                         if update.error is not None:
                             raise update.error
-                        pieces[ids.index(update.id)] += update.text
+                        pieces[places[update.id]] += update.text
                     yield [Piece(piece, self.stack.num_layers) for piece in pieces]
             finally:
                 for number in ids:

@@ -76,11 +76,11 @@ class CompiledRows:
                 self._give_layers(arguments, profile, stretch)
                 arguments.logits_wanted = len(tokens.wanted) if stretch.stop == stack.num_layers else 0
                 executed += stack.code.run(model, arguments)
-                states[last] = state.clone() if last in ask.states else state
+                if last in ask.states:
+                    states[last] = state.clone()
                 first = stretch.stop
         assert executed == sum(count > 0 for count in profile.counts)
-        ids_of_logits = None if ask.short is None else ask.short.ids
-        return Said(logits, profile.counts, ids_of_logits, states={layer: states[layer] for layer in ask.states})
+        return Said(logits, profile.counts, None if ask.short is None else ask.short.ids, states=states)
 
     def _give_layers(self, arguments: native.Pass, profile: Profile, stretch: range) -> None:
         """Let a call run these layers only, and the maps in their places."""

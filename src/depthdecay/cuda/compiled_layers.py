@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class CompiledLayers:
             return self.layer(stack, index, rows, args, kwargs)
 
         plain = layer_pass.repairs
-        with one_index(stack.layers), waiting_first(), self._beside(stack):
+        with one_index(stack), waiting_first(), self._beside(stack):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:
@@ -101,9 +101,9 @@ def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: An
 
 
 @contextlib.contextmanager
-def one_index(layers: Iterable[Any]) -> Iterator[None]:
+def one_index(stack: Stack) -> Iterator[None]:
     """While open, all layers have the same index, so that one compilation serves all."""
-    indexed = [m for layer in layers for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)]
+    indexed = stack.attending
     # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
     with replaced_each(indexed, "layer_idx", [0] * len(indexed)), torch.compiler.config.patch(recompile_limit=64):  # type: ignore[attr-defined]
         yield

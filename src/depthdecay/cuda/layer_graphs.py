@@ -269,7 +269,7 @@ class LayerGraphs:
             output = self.stack.layers[index](*args, **kwargs)
         else:  # in a few compiled pieces around its attention
             args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
-            with one_index(self.stack.layers):
+            with one_index(self.stack):
                 output = compiled.layer(self.stack, index, "many", args, kwargs)
         if self.asking is not None:
             raise RuntimeError("the model has an attention of its own")
