@@ -40,7 +40,7 @@ test-newest: $(STAMP) ## the quick tests with the newest transformers below 6, i
 
 test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 # Without vLLM the tests would be skipped, and that would look like success.
-	$(VENV_VLLM)/bin/python -c 'from depthdecay.vllm import check_version; check_version()'
+	$(VENV_VLLM)/bin/python -c 'from depthdecay.integrations.vllm import check_version; check_version()'
 # Stopped at the first failure: an engine that failed answers nobody after it.
 	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm_plugin
 

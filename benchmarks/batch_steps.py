@@ -19,10 +19,10 @@ import torch
 
 from depthdecay import Engine, Plan, load
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.costs import cost_speedup
-from depthdecay.request import UNENDING, prepare_request
-from depthdecay.results import write_result
-from depthdecay.stack import Stack
+from depthdecay.engine.request import UNENDING, prepare_request
+from depthdecay.model.costs import cost_speedup
+from depthdecay.model.layers import Stack
+from depthdecay.result_files import write_result
 
 
 def started(engine: Engine, mode: str, arguments: argparse.Namespace) -> Batcher:

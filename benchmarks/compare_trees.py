@@ -38,10 +38,10 @@ import torch
 import depthdecay
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.bench import random_model
-from depthdecay.devices import choose_device, choose_dtype
-from depthdecay.request import UNENDING, prepare_request
-from depthdecay.results import require_writable, write_result
+from depthdecay.bench.decoding import random_model
+from depthdecay.engine.request import UNENDING, prepare_request
+from depthdecay.model.devices import choose_device, choose_dtype
+from depthdecay.result_files import require_writable, write_result
 
 Row = dict[str, Any]
 TREES = ("old", "new")

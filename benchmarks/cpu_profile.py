@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from depthdecay.bench import never_ending
-from depthdecay.bench_cpu import read_bandwidth
-from depthdecay.engine import Engine
-from depthdecay.models import load
-from depthdecay.plan import Plan
-from depthdecay.repairs import Repairs
+from depthdecay.bench.cpu import read_bandwidth
+from depthdecay.bench.decoding import never_ending
+from depthdecay.engine.engine import Engine
+from depthdecay.model.layers import Stack
+from depthdecay.model.load import load
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.blocks import Blocks
 from depthdecay.runners.contract import Part
-from depthdecay.stack import Stack
+from depthdecay.runners.kv_blocks import Blocks
 
 NEW_TOKENS, PROMPT = 128, 32
 
@@ -75,7 +75,7 @@ def main() -> None:
         print(setting, figures[setting])
     print(f"a large read moves {bandwidth:.1f} GB/s")
     if arguments.json:
-        from depthdecay.results import write_result
+        from depthdecay.result_files import write_result
 
         sys.argv = ["cpu_profile", "--model", loaded.shown_name, "--rounds", str(arguments.rounds)]
         told = {"model": loaded.shown_name, "read_gb_per_second": bandwidth, "ms_per_token": figures}

@@ -27,10 +27,10 @@ from typing import Any
 import httpx
 
 from depthdecay import Plan, load
-from depthdecay.costs import cost_speedup
-from depthdecay.loadtest import Load, ask_for, run_load
-from depthdecay.results import write_result
-from depthdecay.stack import Stack
+from depthdecay.bench.loadtest import Load, ask_for, run_load
+from depthdecay.model.costs import cost_speedup
+from depthdecay.model.layers import Stack
+from depthdecay.result_files import write_result
 
 
 @contextlib.contextmanager

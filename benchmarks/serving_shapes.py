@@ -24,11 +24,11 @@ import torch
 
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.bench import SHAPES, random_model
-from depthdecay.costs import cost_speedup
-from depthdecay.devices import choose_device, choose_dtype
-from depthdecay.request import UNENDING, prepare_request
-from depthdecay.results import require_writable, write_result
+from depthdecay.bench.decoding import SHAPES, random_model
+from depthdecay.engine.request import UNENDING, prepare_request
+from depthdecay.model.costs import cost_speedup
+from depthdecay.model.devices import choose_device, choose_dtype
+from depthdecay.result_files import require_writable, write_result
 
 
 @dataclass

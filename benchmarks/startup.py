@@ -44,7 +44,7 @@ def main() -> None:
     seconds = {part: round(statistics.median(run[part] for run in runs), 3) for part in runs[0]}
     print(json.dumps(seconds))
     if arguments.json:
-        from depthdecay.results import write_result
+        from depthdecay.result_files import write_result
 
         sys.argv = ["startup", "--runs", str(arguments.runs)]
         write_result(arguments.json, {"model": "smollm2-135m", "startup_seconds": seconds, "runs": runs})

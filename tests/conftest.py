@@ -12,7 +12,8 @@ import torch
 from hypothesis import settings
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from depthdecay import gguf_convert, models
+from depthdecay.model import gguf_convert
+from depthdecay.model import load as models
 
 # Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine take minutes.
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.plan import Plan
+from depthdecay.plan.plan import Plan
 
 
 def decoder_layers(model: Any) -> Any:

@@ -16,12 +16,12 @@ from saved_model import save_tiny_chat_model
 from typer.testing import CliRunner
 
 from depthdecay import Plan
-from depthdecay.analyze import Analysis, analyze, charts, depth_curves, fitting_prompts, read_quality
+from depthdecay.bench.analysis import Analysis, analyze, charts, depth_curves, fitting_prompts, read_quality
 from depthdecay.cli import app
-from depthdecay.engine import Engine
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import runs_of
-from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
+from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
+from depthdecay.plan.ladder import runs_of
 
 NEW_TOKENS = 10
 PLAN = Plan.decay(LAYERS, "0.9", drop_order=[5, 2, 3])
@@ -108,8 +108,8 @@ def test_repairs_stand_beside_plain_dropping(bias: float, tmp_path: Path) -> Non
 
 
 def test_positions_that_few_texts_reach_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from depthdecay.calibrate import continuations
-    from depthdecay.calibrate.continuations import Continuation
+    from depthdecay.calibration import continuations
+    from depthdecay.calibration.continuations import Continuation
 
     lengths = [4, 4, 5, 5, 9]
     texts = [Continuation((5, 6, 7), tuple(range(10, 10 + length))) for length in lengths]
@@ -162,7 +162,7 @@ def test_quality_is_read_from_result_files(tmp_path: Path) -> None:
 
 def test_quality_reads_what_eval_writes(tmp_path: Path) -> None:
     """Against the evaluation's own report, so that a field renamed there is noticed here."""
-    from depthdecay.evaluate.report import Report, Row, compare
+    from depthdecay.evaluation.report import Report, Row, compare
 
     def answered(method: str, speedup: float, correct: str) -> Row:
         share = correct.count("1") / len(correct)

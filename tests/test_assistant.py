@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import depthdecay as dd
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import runs_of
-from depthdecay.repairs import Repair, Repairs
-from depthdecay.stack import LayerPass, Stack
+from depthdecay.model.layers import LayerPass, Stack
+from depthdecay.model.repairs import Repair, Repairs
+from depthdecay.plan.ladder import runs_of
 
 
 def random_maps(plan: dd.Plan, depth: int, hidden: int) -> Repairs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from depthdecay import attend
+from depthdecay.cuda.kernels import split_attention as attend
 
 
 def states(heads: int, groups: int, positions: int = 19, batch: int = 3, dim: int = 8) -> tuple[torch.Tensor, ...]:

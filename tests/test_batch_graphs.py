@@ -28,8 +28,8 @@ from depthdecay.batching import Batcher, BatchSettings
 from depthdecay.cuda import layer_graphs as layer_graphs_module
 from depthdecay.cuda.capture import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged, parts_for
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
-from depthdecay.cuda.paged import Paged, attend_paged, parts_for
 from depthdecay.runners.contract import Ask, Part, Profile
 
 # What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.

@@ -17,15 +17,15 @@ from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import BatchPace, RowDrafts
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.ladder import runs_of
-from depthdecay.models import load
-from depthdecay.repairs import Repair, Repairs
-from depthdecay.request import PLAIN_GREEDY, prepare_request
-from depthdecay.result import Result
-from depthdecay.runners.blocks import BLOCK, Blocks, Store
+from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
+from depthdecay.engine.result import Result
+from depthdecay.model.layers import KeptShape
+from depthdecay.model.load import load
+from depthdecay.model.repairs import Repair, Repairs
+from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.contract import Part
-from depthdecay.speculative.gain import StepCosts, TrackRecord
-from depthdecay.stack import KeptShape
+from depthdecay.runners.kv_blocks import BLOCK, Blocks, Store
+from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
 
 SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench import SHAPES, Report, Row, random_model, run_bench
+from depthdecay.bench.decoding import SHAPES, Report, Row, random_model, run_bench
 from depthdecay.cli import app
 from depthdecay.cli.bench import _FIGURES, _HEADINGS, _table
-from depthdecay.engine import Engine
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.results import write_result
-from depthdecay.stack import Stack
+from depthdecay.model.layers import Stack
+from depthdecay.result_files import write_result
 
 CPU = torch.device("cpu")
 
@@ -158,7 +158,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
 
 def test_a_place_that_is_not_there_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("depthdecay.bench.run_bench", lambda *_, **__: pytest.fail("measured first"))
+    monkeypatch.setattr("depthdecay.bench.decoding.run_bench", lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").touch()
     places = (str(tmp_path / "absent" / "x.json"), "two/levels/x.json", "file/x.json", "", ".", "a\0b", "x" * 300)
     for place in places:

@@ -9,10 +9,10 @@ import torch
 from conftest import LAYERS, tiny_model
 
 import depthdecay as dd
-from depthdecay import bench_cpu
-from depthdecay.bench_cpu import run_cpu_bench
+from depthdecay.bench import cpu as bench_cpu
+from depthdecay.bench.cpu import run_cpu_bench
 from depthdecay.errors import DepthDecayError
-from depthdecay.models import LoadedModel
+from depthdecay.model.load import LoadedModel
 
 
 def load(dtype: str) -> LoadedModel:

@@ -9,7 +9,7 @@ import torch
 from conftest import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.bench_lossless import LosslessReport, _difference, run_lossless_bench
+from depthdecay.bench.lossless import LosslessReport, _difference, run_lossless_bench
 from depthdecay.errors import DepthDecayError
 
 
@@ -85,7 +85,7 @@ def test_a_peer_that_fails_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_that_is_cut_off_has_saved_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr("depthdecay.bench_lossless.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("depthdecay.bench.lossless.SAVE_EVERY", 0.0)
     parts: list[dict[str, Any]] = []
 
     def save(report: LosslessReport) -> None:

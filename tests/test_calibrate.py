@@ -14,24 +14,24 @@ import torch
 from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.budget import drafter_of, plan_at_speedup
-from depthdecay.calibrate import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
-from depthdecay.calibrate.continuations import Continuation, continue_prompts, split_prompts, variety
-from depthdecay.calibrate.drafter import expected
-from depthdecay.calibrate.drafts import Drafts, can_simulate_drafts
-from depthdecay.calibrate.fit import Moments, Trace, _sample, fit_plan
-from depthdecay.calibrate.goal import upper_bound
-from depthdecay.calibrate.influence import block_influence
-from depthdecay.calibrate.recording import Recording
-from depthdecay.calibrate.search import Found, Search
-from depthdecay.costs import Costs, cost_speedup
+from depthdecay.calibration import Calibration, FitSettings, Goal, Settings, Simulator, read_prompts
+from depthdecay.calibration.continuations import Continuation, continue_prompts, split_prompts, variety
+from depthdecay.calibration.drafted_texts import Drafts, can_simulate_drafts
+from depthdecay.calibration.drafter import expected
+from depthdecay.calibration.fit import Moments, Trace, _sample, fit_plan
+from depthdecay.calibration.goal import upper_bound
+from depthdecay.calibration.influence import block_influence
+from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.search import Found, Search
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import runs_of
-from depthdecay.repairs import Repair, Repairs, repaired_at_once
+from depthdecay.model.costs import Costs, cost_speedup
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repair, Repairs, repaired_at_once
+from depthdecay.plan.ladder import runs_of
+from depthdecay.plan.speedup import drafter_of, plan_at_speedup
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.blocks import Blocks
 from depthdecay.runners.contract import Part
-from depthdecay.stack import Stack
+from depthdecay.runners.kv_blocks import Blocks
 
 ORDER = [3, 4, 6, 1]
 
@@ -448,7 +448,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         Calibration(model, None, token_prompts(), tmp_path, SMALL, say=interrupt)
     calls: list[int] = []
-    monkeypatch.setattr("depthdecay.calibrate.run.continue_prompts", lambda *a, **k: calls.append(1))
+    monkeypatch.setattr("depthdecay.calibration.calibrate.continue_prompts", lambda *a, **k: calls.append(1))
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert not calls
@@ -537,23 +537,23 @@ def test_texts_that_end_at_different_lengths_are_counted_by_position() -> None:
 def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     each = 2.5 * SMALL.new_tokens * model.config.hidden_size * (LAYERS + 1) * 4
-    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert run.fit.prompts + run.select.prompts == 16
     assert any("states of 16 prompts" in message for message in said)
     # A run that is given again goes on with as many, whatever is free by then.
-    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert any("going on" in message for message in said)
     # Also where all had fitted at first.
-    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 1000)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.free_bytes", lambda device: each * 1000)
     whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
-    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
     assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
-    monkeypatch.setattr("depthdecay.calibrate.run.free_bytes", lambda device: each * 5)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.free_bytes", lambda device: each * 5)
     with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
 
@@ -610,7 +610,7 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: py
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("answered again, though the answers lie there")
 
-    monkeypatch.setattr("depthdecay.calibrate.run.continue_prompts", refuse)
+    monkeypatch.setattr("depthdecay.calibration.calibrate.continue_prompts", refuse)
     resumed = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
     assert count(resumed.fit) == count(run.fit)
     enough = replace(SMALL, fit_prompts=8)

@@ -21,7 +21,7 @@ __all__ = ["windows"]  # a fixture
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_graph_path_says_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets, padded windows and the device's clock."""
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
     engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]))
     prompts = PROMPTS[:1]
@@ -45,7 +45,7 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
 def test_compiled_windows_say_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers, what stands beside them, masks and the ends of passes compiled."""
     torch._dynamo.reset()
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
     model = tiny_model(architecture)
     engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]), fast=False)
@@ -75,7 +75,7 @@ def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: py
                 captured.graph.replay()
         return 1.0
 
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
     monkeypatch.setattr(Chain, "_time", time)
     engine = perfect_engine()  # whose windows are kept whole, so that a pass ahead moves on by all of it

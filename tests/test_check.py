@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay import check as check_module
-from depthdecay.check import check_model, default_plan, model_state, state_differences
 from depthdecay.cli import app
+from depthdecay.correctness import check_model, default_plan, model_state, state_differences
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])

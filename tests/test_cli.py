@@ -24,10 +24,10 @@ from depthdecay.cli.bench_kinds import KINDS
 from depthdecay.cli.chat import Conversation
 from depthdecay.cli.options import PlanOptions, plan_dict
 from depthdecay.cli.show import depth_curve, depth_legend, depth_style
-from depthdecay.engine import Engine
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.identity import identity
-from depthdecay.models import load
+from depthdecay.model.load import load
+from depthdecay.plan.identity import identity
 
 JSON_FIELDS = {
     *("text", "token_ids", "depths", "layers_executed", "layers_full", "layer_speedup", "ms_per_token"),
@@ -220,7 +220,7 @@ def test_alpha_outside_its_range(alpha: str) -> None:
 def test_contradictions_and_bad_values_are_refused_before_loading(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthdecay.models.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr("depthdecay.model.load.load", lambda *_, **__: pytest.fail("the model was loaded first"))
     assert said in refused("generate", "hi", *words)
 
 
@@ -298,7 +298,7 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("depthdecay.models.load", interrupt)
+    monkeypatch.setattr("depthdecay.model.load.load", interrupt)
     result = run("generate", "hi")
     assert result.exit_code == 130
     assert result.stderr == "depthdecay: interrupted\n"
@@ -647,7 +647,7 @@ def test_the_embedded_models_speedup_is_calibrated() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from depthdecay.cli.options import DEFAULT_MODEL, DEFAULT_PLAN
-    from depthdecay.repairs import Repairs
+    from depthdecay.model.repairs import Repairs
 
     config = LlamaConfig(
         num_hidden_layers=30,

@@ -13,19 +13,21 @@ import torch
 from conftest import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay import models
-from depthdecay.cpu import blocks, library, weights
-from depthdecay.cpu import stack as cpu
-from depthdecay.cpu.form import OtherForm, form_of
-from depthdecay.cpu.rows import FEW_TOKENS
+from depthdecay.cpu import compiled_stack as cpu
+from depthdecay.cpu import kernel_library as library
+from depthdecay.cpu import packed_weights as weights
+from depthdecay.cpu import quantized_blocks as blocks
+from depthdecay.cpu.compiled_rows import FEW_TOKENS
+from depthdecay.cpu.supported_models import OtherForm, form_of
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import runs_of
-from depthdecay.origin import Origin
-from depthdecay.repairs import Repair, Repairs
+from depthdecay.model import load as models
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repair, Repairs
+from depthdecay.model.weights_origin import Origin
+from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.blocks import BLOCK, Blocks
 from depthdecay.runners.contract import Part
-from depthdecay.stack import Stack
+from depthdecay.runners.kv_blocks import BLOCK, Blocks
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures of the plain form
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}

@@ -12,17 +12,17 @@ from reference import reference_tokens
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import attend
 from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
-from depthdecay.ladder import runs_of
-from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs
+from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs
+from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.blocks import Blocks
 from depthdecay.runners.contract import FED, Ask, Part
-from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
-from depthdecay.speculative.gain import TrackRecord
-from depthdecay.stack import Stack
+from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.speculative.expected_gain import TrackRecord
 
 pytestmark = [
     pytest.mark.cuda,
@@ -52,7 +52,7 @@ def test_graphs_at_full_depth_equal_generate(architecture: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_graphs_equal_the_reference(architecture: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     plan = plan_with(order)
     results = dd.Engine(on_gpu(architecture), plan=plan).generate(PROMPTS, max_new_tokens=24)
     model = tiny_model(architecture)  # the reference runs on the CPU: it shares nothing with the GPU's path
@@ -325,8 +325,8 @@ def test_repairs_run_inside_the_graphs(compile: bool) -> None:
 def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
     from test_calibrate import SMALL, token_prompts
 
-    from depthdecay.calibrate import Calibration, Goal, Simulator
-    from depthdecay.repairs import Repairs
+    from depthdecay.calibration import Calibration, Goal, Simulator
+    from depthdecay.model.repairs import Repairs
 
     model = on_gpu("llama")
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL)

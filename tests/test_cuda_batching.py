@@ -23,9 +23,9 @@ from test_batching import (
 
 from depthdecay import Engine, Plan
 from depthdecay.batching import Batcher, BatchSettings
-from depthdecay.cuda import paged as paged_module
+from depthdecay.cuda.kernels import paged_attention as paged_module
+from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.cuda.layer_graphs import bucket_of
-from depthdecay.cuda.paged import Paged, attend_paged
 from depthdecay.runners.contract import Part
 
 pytestmark = [

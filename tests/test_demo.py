@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
+from depthdecay.cli.demo import Timing, _warm_up_tokens, caveat, draw_depths
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.demo import Timing, _warm_up_tokens, caveat, draw_depths
-from depthdecay.engine import Engine
-from depthdecay.schedule import PowerSchedule
+from depthdecay.engine.engine import Engine
+from depthdecay.plan.schedule import PowerSchedule
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import depthdecay as dd
 from depthdecay.errors import DepthDecayError, PlanMismatchError
-from depthdecay.runners.blocks import BLOCK
+from depthdecay.runners.kv_blocks import BLOCK
 
 
 def generate(model: Any, prompts: list[list[int]], new_tokens: int, **kwargs: Any) -> list[list[int]]:

@@ -17,19 +17,19 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.engine import Engine, Result
+from depthdecay.engine.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate.answers import Answer, Answerer, Answers, Batch, Questions, _account, end_tokens, first_stop
-from depthdecay.evaluate.methods import Contender, checked_speedups, chosen_methods
-from depthdecay.evaluate.report import compare, executed_cost_speedup, make_row
-from depthdecay.evaluate.run import Settings, block_influence, evaluate
-from depthdecay.evaluate.task import Example, Score, Task, TaskOptions
-from depthdecay.evaluate.work_file import WorkFile
-from depthdecay.ladder import runs_of
-from depthdecay.models import LoadedModel, load
-from depthdecay.prompts import prompt_ids
-from depthdecay.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
-from depthdecay.stack import Stack
+from depthdecay.evaluation.answers import Answer, Answerer, Answers, Batch, Questions, _account, end_tokens, first_stop
+from depthdecay.evaluation.evaluate import Settings, block_influence, evaluate
+from depthdecay.evaluation.methods import Contender, checked_speedups, chosen_methods
+from depthdecay.evaluation.report import compare, executed_cost_speedup, make_row
+from depthdecay.evaluation.task import Example, Score, Task, TaskOptions
+from depthdecay.evaluation.work_file import WorkFile
+from depthdecay.model.layers import Stack
+from depthdecay.model.load import LoadedModel, load
+from depthdecay.model.prompts import prompt_ids
+from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
+from depthdecay.plan.ladder import runs_of
 
 LAYERS = 8
 PEERS = ("middle-out", "skipdecode", "unified", "shortgpt", "early-exit", "constant")
@@ -278,8 +278,8 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
 def test_repairs_are_read_once_a_row_whatever_the_lengths(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthdecay.costs import cost_speedup
-    from depthdecay.evaluate import run as module
+    from depthdecay.evaluation import evaluation as module
+    from depthdecay.model.costs import cost_speedup
 
     def nothing(start: int, end: int) -> Repair:
         return Repair(start, end, torch.zeros(1, 32), torch.zeros(32, 1), torch.zeros(32))

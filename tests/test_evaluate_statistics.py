@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from depthdecay.evaluate.statistics import bootstrap_interval, mcnemar, paired_difference
+from depthdecay.evaluation.statistics import bootstrap_interval, mcnemar, paired_difference
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluate import code, sandbox, squad
-from depthdecay.evaluate.bbh import extract
-from depthdecay.evaluate.gsm8k import EXEMPLARS, GSM8K, number_in
-from depthdecay.evaluate.sandbox import passes
-from depthdecay.evaluate.squad import f1, normalised
-from depthdecay.evaluate.task import TASKS, Example, TaskOptions, open_task
-from depthdecay.paths import package_file
+from depthdecay.evaluation import code, sandbox, squad
+from depthdecay.evaluation.bbh import extract
+from depthdecay.evaluation.gsm8k import EXEMPLARS, GSM8K, number_in
+from depthdecay.evaluation.sandbox import passes
+from depthdecay.evaluation.squad import f1, normalised
+from depthdecay.evaluation.task import TASKS, Example, TaskOptions, open_task
+from depthdecay.files import package_file
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:

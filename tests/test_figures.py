@@ -11,10 +11,10 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from depthdecay import figures
+from depthdecay.bench import figures
+from depthdecay.bench.figures import Chart, QualityPoint, inline_svg, method_style, write_chart
 from depthdecay.errors import DepthDecayError
-from depthdecay.figures import Chart, QualityPoint, inline_svg, method_style, write_chart
-from depthdecay.rules import PEER_RULES
+from depthdecay.plan.peer_rules import PEER_RULES
 
 POINTS = [
     QualityPoint("tiny, gsm8k", "depthdecay", 1.25, 0.5, -0.01, -0.03, 0.01, 100),

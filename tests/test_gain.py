@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import depthdecay as dd
-from depthdecay.speculative.choice import Drafting, draft_depths
-from depthdecay.speculative.gain import Pace, StepCosts, TrackRecord, expected_tokens
+from depthdecay.speculative.drafter_choice import Drafting, draft_depths
+from depthdecay.speculative.expected_gain import Pace, StepCosts, TrackRecord, expected_tokens
 
 
 def test_the_expected_gain() -> None:
@@ -138,7 +138,7 @@ def test_a_drafter_knows_where_it_is_and_how_sure() -> None:
 
 
 def test_depths_to_draft_at() -> None:
-    from depthdecay.repairs import Repairs
+    from depthdecay.model.repairs import Repairs
 
     plan = dd.Plan.constant(28, 17)
     assert draft_depths(plan, Repairs()) == [17]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from test_models import refusal, save_llama
 
-from depthdecay import gguf_cache, gguf_convert, models
+from depthdecay.model import gguf_cache, gguf_convert
+from depthdecay.model import load as models
 
 
 def conversion(cache: Path) -> Path:

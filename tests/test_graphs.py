@@ -18,13 +18,16 @@ from replays import replay_captures
 from test_engine import ORDERS, plan_with
 
 import depthdecay as dd
-from depthdecay import attend, gemv, overlap
-from depthdecay.cache import bucket_for
-from depthdecay.cuda import attention, compiled_layers
+from depthdecay.cuda import compiled_layers
+from depthdecay.cuda import decode_attention as attention
 from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
+from depthdecay.cuda.kernels import dependent_launch as overlap
+from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.engine.request import prepare_request
 from depthdecay.errors import DepthDecayError
-from depthdecay.repairs import Repair
-from depthdecay.request import prepare_request
+from depthdecay.model.kv_cache import bucket_for
+from depthdecay.model.repairs import Repair
 
 
 def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
@@ -40,7 +43,7 @@ def test_buckets_and_device_clock_give_the_same_text(
     architecture: str, order: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plan = tiny_model(architecture), plan_with(order)
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)  # so that a short text crosses buckets
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)  # so that a short text crosses buckets
     engine = graph_engine(monkeypatch, model, plan)
     expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
     results = engine.generate(PROMPTS, max_new_tokens=24)
@@ -56,7 +59,7 @@ def test_our_attention_gives_the_same_text(architecture: str, compile: bool, mon
     if compile and architecture not in ("llama", "gemma3_text"):
         pytest.skip("compiling takes long; one plain kind of layer and one mixed kind show it")
     model, plan = tiny_model(architecture), plan_with(None)
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     monkeypatch.setattr(attention, "cuda_generation", lambda: 8)
     monkeypatch.setattr(attention, "can_attend", lambda query, key, value, mask: mask is not None and mask.dim() == 4)
     taken: list[int] = []
@@ -83,7 +86,7 @@ def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: p
 
 
 def test_a_single_row_leaves_room_for_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthdecay.cache.BUCKET", 16)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
     engine.generate(PROMPTS[:1], max_new_tokens=12)

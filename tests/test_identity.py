@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from depthdecay.fingerprint import SAMPLES
-from depthdecay.identity import ModelIdentity, identity
+from depthdecay.plan.fingerprint import SAMPLES
+from depthdecay.plan.identity import ModelIdentity, identity
 
 
 def llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:

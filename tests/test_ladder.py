@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import Ladder
+from depthdecay.plan.ladder import Ladder
 
 
 @st.composite

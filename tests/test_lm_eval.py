@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.engine import Engine
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.lm_eval import gsm8k
-from depthdecay.models import load
+from depthdecay.integrations.lm_eval import gsm8k
+from depthdecay.model.load import load
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def our_model(folder: str, **settings: Any) -> Any:
-    from depthdecay.lm_eval.model import DepthDecayLM
+    from depthdecay.integrations.lm_eval.model import DepthDecayLM
 
     return DepthDecayLM(folder, device="cpu", **settings)
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from depthdecay import DepthDecayError, Plan
 from depthdecay.batching import BatchSettings
+from depthdecay.bench.loadtest import Load, Outcome, Report, percentiles, run_load
 from depthdecay.cli import app
 from depthdecay.cli.loadtest import depths_of
-from depthdecay.loadtest import Load, Outcome, Report, percentiles, run_load
-from depthdecay.serve.answers import Answer
+from depthdecay.serve.responses import Answer
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_server_that_keeps_something_fails_the_run(server: Running, monkeypatc
     async def held(client: Any) -> dict[str, float]:
         return {"rows_running": 1.0}
 
-    monkeypatch.setattr("depthdecay.loadtest._left_behind", held)
+    monkeypatch.setattr("depthdecay.bench.loadtest._left_behind", held)
     result = CliRunner().invoke(app, ["loadtest", "--url", server.url, "-r", "2", "-c", "2", "-n", "4"])
     assert result.exit_code == 1, result.output
     assert "rows running 1" in result.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from depthdecay.speculative.lookup import Lookup
+from depthdecay.speculative.prompt_lookup import Lookup
 
 
 def test_lookup_finds_what_followed_before() -> None:

@@ -12,10 +12,10 @@ from replays import replay_captures
 import depthdecay as dd
 from depthdecay.batching.drafting import RowDrafts
 from depthdecay.errors import DepthDecayError
-from depthdecay.speculative.choice import drafting_plan
-from depthdecay.speculative.gain import StepCosts, TrackRecord
+from depthdecay.model.layers import Stack
+from depthdecay.speculative.drafter_choice import drafting_plan
+from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
 from depthdecay.speculative.short_head import ShortHead
-from depthdecay.stack import Stack
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

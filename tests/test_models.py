@@ -13,8 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 
-from depthdecay import gguf_convert, models, prompts
 from depthdecay.errors import DepthDecayError
+from depthdecay.model import gguf_convert, prompts
+from depthdecay.model import load as models
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from conftest import tiny_model
 
-from depthdecay import attention
-from depthdecay.cuda.attention import attention_in_steps
+from depthdecay.cuda.decode_attention import attention_in_steps
 from depthdecay.internals import attention_function
+from depthdecay.model import grouped_attention as attention
+from depthdecay.model.layers import Stack
 from depthdecay.patches import SharedPatch, replaced_each
-from depthdecay.stack import Stack
 
 
 def test_a_shared_change_lasts_until_the_last_one_is_done() -> None:

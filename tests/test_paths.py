@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import made_aside, read_bytes, write_whole
+from depthdecay.files import made_aside, read_bytes, write_whole
 
 
 def test_several_writers_of_one_file_leave_one_whole_file(tmp_path: Path) -> None:
@@ -49,7 +49,9 @@ def test_a_file_that_cannot_be_read_is_called_by_its_name(tmp_path: Path) -> Non
 
 
 def test_the_engine_does_not_import_what_finds_and_converts_models() -> None:
-    code = "import sys, depthdecay.engine; print(*(name for name in sys.modules if name.startswith('depthdecay.')))"
+    code = (
+        "import sys, depthdecay.engine.engine; print(*(name for name in sys.modules if name.startswith('depthdecay.')))"
+    )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    elsewhere = {"models", "gguf_cache", "gguf_convert", "identity", "fingerprint"}
+    elsewhere = {"model.load", "model.gguf_cache", "model.gguf_convert", "plan.identity", "plan.fingerprint"}
     assert not {f"depthdecay.{name}" for name in elsewhere} & set(imported)

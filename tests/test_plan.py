@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthdecay.errors import DepthDecayError, PlanMismatchError
-from depthdecay.identity import ModelIdentity
-from depthdecay.ladder import Ladder
-from depthdecay.plan import Plan
-from depthdecay.schedule import ConstantSchedule, FullSchedule
+from depthdecay.plan.identity import ModelIdentity
+from depthdecay.plan.ladder import Ladder
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import ConstantSchedule, FullSchedule
 
 
 def gaussian(seed: int, n: int = 512) -> list[float]:

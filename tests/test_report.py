@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from depthdecay import Plan
+from depthdecay.calibration.report_page import page, promise_sentence, write_report
 from depthdecay.errors import DepthDecayError
-from depthdecay.report import page, promise_sentence, write_report
 
 PLAN = Plan.for_speedup(8, 1.25, over_tokens=20)
 LEAST: dict[str, Any] = {"model": "tiny", "plan": {"summary": PLAN.describe()}}

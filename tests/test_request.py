@@ -14,9 +14,9 @@ from saved_model import save_tiny_chat_model
 from transformers import GenerationConfig, LogitsProcessorList
 
 import depthdecay as dd
+from depthdecay.engine.request import DEFAULT_NEW_TOKENS, Request, prepare_request
 from depthdecay.errors import DepthDecayError
-from depthdecay.models import load
-from depthdecay.request import DEFAULT_NEW_TOKENS, Request, prepare_request
+from depthdecay.model.load import load
 
 IDS = [5, 17, 33]
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from depthdecay.sampling import gumbel_noise, sequence_keys, step_keys
+from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
 
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3]]
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.schedule import (
+from depthdecay.plan.schedule import (
     ConstantSchedule,
     FullSchedule,
     LinearSchedule,
@@ -287,7 +287,8 @@ def test_exact_decimal_keeps_all_digits():
 
 def test_pure_modules_do_not_import_torch():
     code = (
-        "import sys, depthdecay.schedule, depthdecay.ladder, depthdecay.plan, depthdecay.rules\n"
+        "import sys\n"
+        "from depthdecay.plan import ladder, peer_rules, plan, schedule\n"
         "sys.exit(', '.join({'torch', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

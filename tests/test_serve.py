@@ -37,11 +37,11 @@ from depthdecay.batching import BatchSettings, Update  # noqa: E402
 from depthdecay.batching.drafting import RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
-from depthdecay.schedule import PowerSchedule  # noqa: E402
-from depthdecay.serve.answers import Account, Answer  # noqa: E402
+from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
-from depthdecay.serve.tokens import token_bytes, token_name  # noqa: E402
-from depthdecay.speculative.gain import TrackRecord  # noqa: E402
+from depthdecay.serve.responses import Account, Answer  # noqa: E402
+from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
+from depthdecay.speculative.expected_gain import TrackRecord  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
 
@@ -769,7 +769,8 @@ def test_options_that_make_no_sense_end_with_one_line(tiny_folder: str, options:
 
 
 def test_a_port_in_use_ends_with_one_line(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthdecay.serve.run.log_to_stderr", lambda: None)  # the runner's stderr is closed afterwards
+    # The runner's stderr is closed afterwards.
+    monkeypatch.setattr("depthdecay.serve.server.log_to_stderr", lambda: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

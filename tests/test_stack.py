@@ -11,8 +11,8 @@ from reference import decoder_layers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertModel, T5Config
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.model.layers import LayerPass, Stack
 from depthdecay.patches import replaced
-from depthdecay.stack import LayerPass, Stack
 
 
 def test_layers_are_found(architecture: str) -> None:

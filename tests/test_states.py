@@ -10,11 +10,11 @@ from conftest import LAYERS, PROMPTS, tiny_model
 from test_batching import random_repairs
 
 import depthdecay as dd
-from depthdecay.repairs import Repairs
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.blocks import Blocks
 from depthdecay.runners.contract import Ask, Part
-from depthdecay.stack import Stack
+from depthdecay.runners.kv_blocks import Blocks
 
 PLAN = dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6])
 ASKED = (0, 3, 4, LAYERS - 1)

@@ -246,7 +246,7 @@ def test_answers_stand_against_full_depth_and_each_peer(folder: Path) -> None:
 
 
 def test_the_synthetic_answers_have_the_fields_of_real_ones() -> None:
-    from depthdecay.evaluate.report import Report, Row
+    from depthdecay.evaluation.report import Report, Row
 
     made = evaluation()
     provenance = {"command", "commit", "machine", "versions"}
@@ -311,7 +311,7 @@ def test_check_looks_at_both_documents(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(folder: Path) -> None:
-    from depthdecay.bench_lossless import Difference, LosslessReport, LosslessRow, StepCostReport
+    from depthdecay.bench.lossless import Difference, LosslessReport, LosslessRow, StepCostReport
 
     about = {key: result()[key] for key in ("commit", "machine", "versions")}
     settings = {"prompts": 3, "new_tokens": 64, "dtype": "bfloat16", "device": "cuda"}
@@ -345,7 +345,7 @@ def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(fold
 
 
 def test_precisions_of_a_cpu_stand_as_ratios_with_their_range(folder: Path) -> None:
-    from depthdecay.bench_cpu import CpuReport, CpuRow
+    from depthdecay.bench.cpu import CpuReport, CpuRow
 
     settings = {"new_tokens": 64, "prompt_tokens": 32, "rounds": 3, "threads": 2}
     rows = [
@@ -363,7 +363,7 @@ def test_precisions_of_a_cpu_stand_as_ratios_with_their_range(folder: Path) -> N
 
 
 def test_the_plug_in_stands_beside_stock_vllm_with_its_range(folder: Path) -> None:
-    from depthdecay.vllm.bench import Row
+    from depthdecay.integrations.vllm.bench import Row
 
     settings = {"new_tokens": 128, "prompt_tokens": 32, "rounds": 3, "threads": 1, "dtype": "float32"}
     row = Row("mix", "alpha 0.99", 1920, ratios=[1.41, 1.35, 1.52], speedup=1.41, layer_speedup=1.5151)

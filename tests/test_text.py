@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthdecay.text import TextStream
+from depthdecay.engine.text_stream import TextStream
 
 
 class Bytes:

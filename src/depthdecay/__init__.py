@@ -6,27 +6,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .apply import applied as applied
-    from .assistant import draft_model as draft_model
-    from .engine import Engine as Engine
-    from .engine import Result as Result
-    from .errors import DepthDecayError as DepthDecayError
-    from .ladder import Ladder as Ladder
-    from .models import load as load
-    from .plan import Plan as Plan
+    from depthdecay.engine.engine import Engine as Engine
+    from depthdecay.engine.engine import Result as Result
+    from depthdecay.errors import DepthDecayError as DepthDecayError
+    from depthdecay.integrations.transformers.applied import applied as applied
+    from depthdecay.integrations.transformers.assistant import draft_model as draft_model
+    from depthdecay.model.load import load as load
+    from depthdecay.plan.ladder import Ladder as Ladder
+    from depthdecay.plan.plan import Plan as Plan
 
 __version__ = "0.1.0"
 
 # Loaded when first asked for: plans are made and read without importing torch.
 _EXPORTS = {
     "DepthDecayError": "errors",
-    "Engine": "engine",
-    "Ladder": "ladder",
-    "Plan": "plan",
-    "Result": "engine",
-    "applied": "apply",
-    "draft_model": "assistant",
-    "load": "models",
+    "Engine": "engine.engine",
+    "Ladder": "plan.ladder",
+    "Plan": "plan.plan",
+    "Result": "engine.result",
+    "applied": "integrations.transformers.applied",
+    "draft_model": "integrations.transformers.assistant",
+    "load": "model.load",
 }
 __all__ = sorted(_EXPORTS)
 
@@ -34,7 +34,7 @@ __all__ = sorted(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'depthdecay' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    value = getattr(importlib.import_module(f"depthdecay.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
 

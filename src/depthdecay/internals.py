@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from .errors import MissingNameError
+from depthdecay.errors import MissingNameError
 
 PREFILL = "_prefill"  # the method of a model in which generate reads the prompt, in one piece or several
 COMPILED_PART = "_orig_mod"  # the name under which torch.compile keeps a module inside the one it puts around it

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .errors import DepthDecayError
+from depthdecay.errors import DepthDecayError
 
 _MISSING = object()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from depthdecay import models
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.vllm import is_installed
+from depthdecay.integrations.vllm import is_installed
+from depthdecay.model import load as models
 
 from .engines import Answers, our_engine, save_tiny_model, stock_engine
 
@@ -38,7 +38,7 @@ def smollm2() -> str:
     """The embedded model as a folder, in 32 bits."""
     import torch
 
-    from depthdecay.gguf_cache import converted
+    from depthdecay.model.gguf_cache import converted
 
     return str(converted(models.embedded_file(), torch.float32, lambda message: None)[0])
 

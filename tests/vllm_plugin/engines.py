@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from depthdecay import Plan
-from depthdecay.engine import Engine
-from depthdecay.models import load
-from depthdecay.vllm import ARCHITECTURES
+from depthdecay.engine.engine import Engine
+from depthdecay.integrations.vllm import ARCHITECTURES
+from depthdecay.model.load import load
 
 COMMON: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
 # vLLM's attention on CPUs takes heads of 32 numbers or more.

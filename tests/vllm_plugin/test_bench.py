@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
-from depthdecay.vllm.bench import SLOTS, Workload
+from depthdecay.integrations.vllm.bench import SLOTS, Workload
 
 
 def test_the_mix_is_24_requests_of_unequal_length_over_8_slots() -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from depthdecay.vllm.settings import server_depth
+from depthdecay.integrations.vllm.settings import server_depth
 
 
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    from depthdecay.vllm.model_state import DepthDecayModelState
+    from depthdecay.integrations.vllm.model_state import DepthDecayModelState
 
     def prepared(self: Any, *settings: Any, **named: Any) -> dict[str, Any]:
         return {}
@@ -73,7 +73,7 @@ def test_the_runner_calls_it_as_it_is_written() -> None:
     """By the source of the pinned version: names and order of what is overridden."""
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    from depthdecay.vllm.model_state import DepthDecayModelState
+    from depthdecay.integrations.vllm.model_state import DepthDecayModelState
 
     for name in ("add_request", "remove_request", "prepare_inputs", "prepare_attn"):
         theirs = list(inspect.signature(getattr(DefaultModelState, name)).parameters)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthdecay import Plan
-from depthdecay.vllm import ARCHITECTURES
+from depthdecay.integrations.vllm import ARCHITECTURES
 
 from .engines import Answers, answered, asked, our_engine, save_tiny_model
 

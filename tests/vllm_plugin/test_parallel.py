@@ -16,7 +16,7 @@ import pytest
 
 from depthdecay import Plan
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.vllm.settings import server_depth
+from depthdecay.integrations.vllm.settings import server_depth
 
 from .engines import Answers, answered, asked, our_engine
 

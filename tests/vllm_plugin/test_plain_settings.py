@@ -17,10 +17,10 @@ from depthdecay import Plan
 from depthdecay.cli import app
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.errors import DepthDecayError
-from depthdecay.identity import ModelIdentity
-from depthdecay.vllm import check_version, register
-from depthdecay.vllm.settings import server_depth, server_settings
-from depthdecay.vllm.step import Rows, Scheduled, Step
+from depthdecay.integrations.vllm import check_version, register
+from depthdecay.integrations.vllm.layer_rows import Rows, Scheduled, Step
+from depthdecay.integrations.vllm.settings import server_depth, server_settings
+from depthdecay.plan.identity import ModelIdentity
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     other = types.ModuleType("vllm")
     other.__version__ = "0.33.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", other)
-    monkeypatch.setattr("depthdecay.vllm.is_installed", lambda: True)
+    monkeypatch.setattr("depthdecay.integrations.vllm.is_installed", lambda: True)
     with pytest.raises(DepthDecayError, match=r"is for vLLM 0\.32\.0, but this is 0\.33\.1"):
         check_version()
     with caplog.at_level("WARNING", logger="vllm.depthdecay"):
@@ -101,7 +101,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthdecay.vllm.is_installed", lambda: False)
+    monkeypatch.setattr("depthdecay.integrations.vllm.is_installed", lambda: False)
     refused = CliRunner().invoke(app, ["vllm", "serve", "any", "--alpha", "0.9"])
     assert refused.exit_code == 2
     assert refused.stderr == "depthdecay: vLLM is not installed; pip install 'depthdecay[vllm]'\n"

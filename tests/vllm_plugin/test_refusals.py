@@ -28,8 +28,8 @@ def configured(model: str, **settings: Any) -> Any:
 
 def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_scheduler(tiny: str) -> None:
     config = configured(tiny)
-    assert config.parallel_config.worker_cls == "depthdecay.vllm.worker.DepthDecayWorker"
-    assert config.scheduler_config.scheduler_cls == "depthdecay.vllm.scheduler.make_scheduler"
+    assert config.parallel_config.worker_cls == "depthdecay.integrations.vllm.worker.DepthDecayWorker"
+    assert config.scheduler_config.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
     assert configured(tiny, enable_prefix_caching=False).scheduler_config.scheduler_cls is None
 
 
@@ -83,7 +83,7 @@ def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
     tiny: str, monkeypatch: pytest.MonkeyPatch, part: str, values: dict[str, Any], message: str
 ) -> None:
     """Of a configuration that is whole, since vLLM would refuse these on a CPU or in a tiny model by itself."""
-    from depthdecay.vllm.refusals import DepthDecayModelConfig
+    from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
 
     config = configured(tiny)
     for name, value in values.items():
@@ -95,7 +95,7 @@ def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
 def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import platforms
 
-    from depthdecay.vllm.refusals import DepthDecayModelConfig
+    from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
 
     config = configured(tiny)
     with monkeypatch.context() as changed:
@@ -135,7 +135,7 @@ def test_a_model_that_would_ignore_the_plan_does_not_start(tiny: str, settings: 
 
 
 def test_a_model_of_another_kind_is_told_which_kinds_there_are() -> None:
-    from depthdecay.vllm.admission import check_model
+    from depthdecay.integrations.vllm.admission import check_model
 
     other = SimpleNamespace(architecture="GPT2LMHeadModel", hf_config=SimpleNamespace(depth_decay={"alpha": 0.9}))
     with pytest.raises(DepthDecayError, match="GPT2LMHeadModel would ignore it; known are LlamaForCausalLM, "):
@@ -146,13 +146,13 @@ def test_a_model_of_another_kind_is_told_which_kinds_there_are() -> None:
 def test_attention_that_is_not_known_is_refused_before_weights_are_loaded(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthdecay.vllm.models.BACKENDS", ("FLASH_ATTN",))
+    monkeypatch.setattr("depthdecay.integrations.vllm.models.BACKENDS", ("FLASH_ATTN",))
     with pytest.raises(DepthDecayError, match="backend CPU_ATTN; add --attention-backend with one of FLASH_ATTN"):
         our_engine(tiny, {}, skip_tokenizer_init=True, max_model_len=200)
 
 
 def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from depthdecay.vllm.worker import DepthDecayWorker, PlatformWorker
+    from depthdecay.integrations.vllm.worker import DepthDecayWorker, PlatformWorker
 
     monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
     worker = DepthDecayWorker.__new__(DepthDecayWorker)
@@ -167,9 +167,10 @@ def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeyp
 def test_a_worker_that_does_not_tell_depths_ends_at_its_first_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was put in the place of ours behind vLLM's back."""
     model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-    monkeypatch.setattr("depthdecay.vllm.models.is_forward_context_available", lambda: True)
+    monkeypatch.setattr("depthdecay.integrations.vllm.models.is_forward_context_available", lambda: True)
     monkeypatch.setattr(
-        "depthdecay.vllm.models.get_forward_context", lambda: SimpleNamespace(attn_metadata={"some": "rows"})
+        "depthdecay.integrations.vllm.models.get_forward_context",
+        lambda: SimpleNamespace(attn_metadata={"some": "rows"}),
     )
     with pytest.raises(DepthDecayError, match="leave --worker-cls out"):
         model(None, None)
@@ -178,7 +179,9 @@ def test_a_worker_that_does_not_tell_depths_ends_at_its_first_step(ours: Any, mo
 def test_weights_that_were_loaded_unseen_are_told_of(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     told: list[str] = []
-    monkeypatch.setattr("depthdecay.vllm.models.logger.warning", lambda form, *words: told.append(form % words))
+    monkeypatch.setattr(
+        "depthdecay.integrations.vllm.models.logger.warning", lambda form, *words: told.append(form % words)
+    )
     model.tell_of_unseen_weights()
     assert not told
     monkeypatch.setattr(model, "_weights_seen", False)

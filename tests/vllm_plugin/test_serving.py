@@ -8,8 +8,8 @@ import pytest
 
 from depthdecay import Plan
 from depthdecay.cli.options import DEFAULT_PLAN
-from depthdecay.ladder import runs_of
-from depthdecay.vllm.settings import server_depth
+from depthdecay.integrations.vllm.settings import server_depth
+from depthdecay.plan.ladder import runs_of
 
 from .engines import Answers, answered, asked
 

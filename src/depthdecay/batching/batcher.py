@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices import free_bytes
-from ..engine import MODES, Engine
-from ..errors import DepthDecayError, UnsupportedModelError
-from ..plan import Plan
-from ..request import UNENDING, Request, prepare_request
-from ..result import Answer, Result
-from ..runners.block_runner import BlockRunner
-from ..runners.blocks import BLOCK, Blocks, Usage, blocks_for
-from ..runners.contract import Part
-from ..sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys
-from ..stack import require_eval
-from .drafting import BatchDrafting, RowDrafts
-from .entry import Entry
-from .logprobs import Logprobs, logprobs_of
+from depthdecay.batching.drafting import BatchDrafting, RowDrafts
+from depthdecay.batching.logprobs import Logprobs, logprobs_of
+from depthdecay.batching.row import Entry
+from depthdecay.engine.engine import MODES, Engine
+from depthdecay.engine.request import UNENDING, Request, prepare_request
+from depthdecay.engine.result import Answer, Result
+from depthdecay.engine.sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys
+from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.model.devices import free_bytes
+from depthdecay.model.layers import require_eval
+from depthdecay.plan.plan import Plan
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.contract import Part
+from depthdecay.runners.kv_blocks import BLOCK, Blocks, Usage, blocks_for
 
 logger = logging.getLogger("depthdecay.batching")
 

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..plan import Plan
-from ..repairs import Repairs
-from ..request import Request
-from ..speculative.accept import count_right
-from ..speculative.choice import drafting_for
-from ..speculative.gain import Pace, Share, StepCosts, TrackRecord
-from ..speculative.lookup import Lookup
-from ..stack import Stack
+from depthdecay.engine.request import Request
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.plan import Plan
+from depthdecay.speculative.accept import count_right
+from depthdecay.speculative.drafter_choice import drafting_for
+from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.prompt_lookup import Lookup
 
 if TYPE_CHECKING:
-    from .entry import Entry
+    from depthdecay.batching.row import Entry
 
 
 class RowDrafts:

@@ -17,6 +17,7 @@ from depthdecay.cli.bench_vllm import bench_vllm
 from depthdecay.cli.calibrate import calibrate
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
+from depthdecay.cli.demo import demo
 from depthdecay.cli.eval import eval_command
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
@@ -24,7 +25,6 @@ from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
 from depthdecay.cli.loadtest import loadtest
 from depthdecay.cli.serve import serve
 from depthdecay.cli.vllm import app as vllm
-from depthdecay.demo import demo
 from depthdecay.errors import DepthDecayError
 
 __all__ = ["app", "main"]

@@ -11,11 +11,11 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import make_folder
+from depthdecay.files import make_folder
 
 if TYPE_CHECKING:
-    from depthdecay.figures import Chart
-    from depthdecay.plan import Plan
+    from depthdecay.bench.figures import Chart
+    from depthdecay.plan.plan import Plan
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
@@ -48,8 +48,8 @@ def analyze(
     if prompts is None and plan is not None:
         raise DepthDecayError("--plan was given without --prompts, on which it would be measured")
 
-    from depthdecay.analyze import read_quality
-    from depthdecay.figures import quality_chart, require_drawing
+    from depthdecay.bench.analysis import read_quality
+    from depthdecay.bench.figures import quality_chart, require_drawing
 
     require_drawing()
     charts = [quality_chart(read_quality(files))] if files else []
@@ -72,10 +72,10 @@ def _measured(
 ) -> list[Chart]:
     """Measure, and write what was measured beside the figures, with the command and the machine."""
     with working("preparing …") as say:
-        from depthdecay.analyze import analyze as measure
-        from depthdecay.analyze import charts, fitting_prompts
-        from depthdecay.calibrate.continuations import read_prompts
-        from depthdecay.results import write_result
+        from depthdecay.bench.analysis import analyze as measure
+        from depthdecay.bench.analysis import charts, fitting_prompts
+        from depthdecay.calibration.continuations import read_prompts
+        from depthdecay.result_files import write_result
 
         texts = read_prompts(prompts)
         say(f"loading {options.model}")
@@ -94,7 +94,7 @@ def _measured(
 
 
 def _write(folder: Path, charts: list[Chart]) -> None:
-    from depthdecay.figures import write_chart
+    from depthdecay.bench.figures import write_chart
 
     console = out_console()
     with working("drawing …") as say:

@@ -13,15 +13,15 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, refuse_ignored
 from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.results import require_writable, write_result
+from depthdecay.result_files import require_writable, write_result
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from depthdecay.bench import Report, Row
-    from depthdecay.bench_cpu import CpuReport
-    from depthdecay.models import LoadedModel
-    from depthdecay.plan import Plan
+    from depthdecay.bench.cpu import CpuReport
+    from depthdecay.bench.decoding import Report, Row
+    from depthdecay.model.load import LoadedModel
+    from depthdecay.plan.plan import Plan
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
@@ -116,7 +116,7 @@ def bench(
     with working("preparing …") as say:
         from transformers.utils import logging
 
-        from depthdecay.bench import METHODS, run_bench
+        from depthdecay.bench.decoding import METHODS, run_bench
 
         logging.set_verbosity_error()
         if shape is not None:
@@ -145,7 +145,7 @@ def bench(
 
 
 def _is_cpu(device: str | None) -> bool:
-    from depthdecay.devices import choose_device
+    from depthdecay.model.devices import choose_device
 
     return choose_device(device).type == "cpu"
 
@@ -153,8 +153,8 @@ def _is_cpu(device: str | None) -> bool:
 def _random_model(shape: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> Any:
     import torch
 
-    from depthdecay.bench import random_model
-    from depthdecay.devices import choose_device, choose_dtype
+    from depthdecay.bench.decoding import random_model
+    from depthdecay.model.devices import choose_device, choose_dtype
 
     place = choose_device(device)
     number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
@@ -175,7 +175,7 @@ def _bench_cpu(
     with working("preparing …", lasting=True) as say:
         from dataclasses import replace
 
-        from depthdecay.bench_cpu import PRECISIONS, run_cpu_bench
+        from depthdecay.bench.cpu import PRECISIONS, run_cpu_bench
 
         def choose(loaded: LoadedModel) -> Plan:
             chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
@@ -294,7 +294,7 @@ def _bench_step_costs(
     opt.at_least(1, prompt_tokens=prompt_tokens)
     require_writable(json_file)
     with working("preparing …") as say:
-        from depthdecay.bench_lossless import run_step_costs
+        from depthdecay.bench.lossless import run_step_costs
 
         network = _random_model(shape, device, dtype, say)
         report = run_step_costs(network, shape, prompt_tokens=prompt_tokens, compile_layers=compile, progress=say)
@@ -335,9 +335,9 @@ def _bench_lossless(
     with working("preparing …", lasting=True) as say:
         from dataclasses import replace
 
-        from depthdecay.bench_lossless import PEERS, run_lossless_bench
-        from depthdecay.budget import drafter_of
-        from depthdecay.prompts import token_ids
+        from depthdecay.bench.lossless import PEERS, run_lossless_bench
+        from depthdecay.model.prompts import token_ids
+        from depthdecay.plan.speedup import drafter_of
 
         asked = opt.prompts_of(prompts, task)
         unknown = [peer for peer in peers or () if peer not in PEERS]

@@ -12,10 +12,10 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import figures_table, working
 from depthdecay.cli.vllm import model_config, model_folder
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan import Plan
-from depthdecay.results import require_writable, write_result
-from depthdecay.schedule import exact_alpha
-from depthdecay.vllm import ARCHITECTURES, check_version
+from depthdecay.integrations.vllm import ARCHITECTURES, check_version
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import exact_alpha
+from depthdecay.result_files import require_writable, write_result
 
 
 def bench_vllm(
@@ -36,7 +36,7 @@ def bench_vllm(
     # Both engines in this process, so that their turns are alike.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from depthdecay.vllm.bench import run_bench
+    from depthdecay.integrations.vllm.bench import run_bench
 
     require_writable(json_file)
     folder = model_folder(model)

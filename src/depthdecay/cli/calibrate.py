@@ -12,11 +12,11 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import make_folder
-from depthdecay.schedule import exact_decimal
+from depthdecay.files import make_folder
+from depthdecay.plan.schedule import exact_decimal
 
 if TYPE_CHECKING:
-    from depthdecay.calibrate import Calibrated, Calibration, Settings
+    from depthdecay.calibration import Calibrated, Calibration, Settings
 
 _goal, _effort = (partial(typer.Option, rich_help_panel=panel) for panel in ("Goal (one of)", "Effort"))
 DEFAULT_MAX_KL = 0.02
@@ -67,9 +67,9 @@ def calibrate(
     wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
-    from depthdecay.budget import LOSSLESS_FOLDER
-    from depthdecay.calibrate import Calibration, Goal, Settings
-    from depthdecay.calibrate.drafter import LOWEST_SHARE
+    from depthdecay.calibration import Calibration, Goal, Settings
+    from depthdecay.calibration.drafter import LOWEST_SHARE
+    from depthdecay.plan.speedup import LOSSLESS_FOLDER
 
     goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
     further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}
@@ -79,7 +79,7 @@ def calibrate(
     folder = make_folder(out)
     loaded = model.load()
     if model.quantize in ("int8", "int4"):
-        from depthdecay.cpu.stack import widen_in_place
+        from depthdecay.cpu.compiled_stack import widen_in_place
 
         widen_in_place(loaded.model, model.quantize, loaded.origin)
     given: dict[str, Any] = {
@@ -121,9 +121,9 @@ def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Se
 
 
 def _save(run: Calibration, made: Calibrated, folder: Path) -> None:
-    from depthdecay.calibrate import report_data
-    from depthdecay.report import write_report
-    from depthdecay.results import provenance, write_result
+    from depthdecay.calibration import report_data
+    from depthdecay.calibration.report_page import write_report
+    from depthdecay.result_files import provenance, write_result
 
     folder.mkdir(parents=True, exist_ok=True)
     made.save(folder)

@@ -15,7 +15,7 @@ from depthdecay.cli.show import err_console, print_account
 from depthdecay.errors import DepthDecayError
 
 if TYPE_CHECKING:
-    from depthdecay.engine import Engine
+    from depthdecay.engine.engine import Engine
 
 HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
 
@@ -78,7 +78,7 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(heard)}]
 
     def _ids_within_context(self, messages: list[dict[str, str]]) -> list[int]:
-        from depthdecay.prompts import chat_ids
+        from depthdecay.model.prompts import chat_ids
 
         limit = self.engine.stack.context_limit()
         ids = chat_ids(self.engine.tokenizer, messages)

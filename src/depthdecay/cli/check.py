@@ -34,8 +34,8 @@ def check(
     loaded = options.load(quiet=as_json)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
-    from depthdecay.check import check_model, default_plan
-    from depthdecay.stack import Stack
+    from depthdecay.correctness import check_model, default_plan
+    from depthdecay.model.layers import Stack
 
     chosen = chosen or default_plan(Stack.of(loaded.model).num_layers, new_tokens)
     number_type = str(loaded.model.dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from depthdecay.errors import DepthDecayError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from depthdecay.evaluate.report import Report, Row
+    from depthdecay.evaluation.report import Report, Row
 
 _task, _compared, _output = (partial(typer.Option, rich_help_panel=panel) for panel in ("Task", "Compared", "Output"))
 
@@ -55,10 +55,10 @@ def eval_command(
 ) -> None:
     """Measure quality: every method on the same questions at the same layer budget, against full depth."""
     opt.at_least(1, max_new_tokens=max_new_tokens, over=over, batch=batch)
-    from depthdecay.evaluate.methods import checked_speedups, chosen_methods
-    from depthdecay.evaluate.task import TaskOptions, open_task
-    from depthdecay.paths import expanded
-    from depthdecay.results import require_writable, write_result
+    from depthdecay.evaluation.methods import checked_speedups, chosen_methods
+    from depthdecay.evaluation.task import TaskOptions, open_task
+    from depthdecay.files import expanded
+    from depthdecay.result_files import require_writable, write_result
 
     if mode is not None:
         if mode != "lossless" or methods is not None:
@@ -76,8 +76,8 @@ def eval_command(
             raise DepthDecayError(
                 f"'{model.model}' has no tokenizer, so it cannot be asked anything; give one that has"
             )
-        from depthdecay.evaluate.run import Settings, evaluate
-        from depthdecay.evaluate.work_file import WorkFile
+        from depthdecay.evaluation.evaluate import Settings, evaluate
+        from depthdecay.evaluation.work_file import WorkFile
 
         settings = Settings(
             names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)

@@ -12,11 +12,11 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import TextPrinter, print_account, working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import read_bytes
+from depthdecay.files import read_bytes
 
 if TYPE_CHECKING:
-    from depthdecay.engine import Engine, Piece, Result, Stream
-    from depthdecay.plan import Plan
+    from depthdecay.engine.engine import Engine, Piece, Result, Stream
+    from depthdecay.plan.plan import Plan
 
 
 @opt.grouped()

@@ -12,12 +12,12 @@ from rich.table import Table
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import depth_curve, out_console
 from depthdecay.errors import DepthDecayError
-from depthdecay.ladder import Ladder
+from depthdecay.plan.ladder import Ladder
 
 if TYPE_CHECKING:
-    from depthdecay.engine import Engine
-    from depthdecay.models import LoadedModel
-    from depthdecay.plan import Plan
+    from depthdecay.engine.engine import Engine
+    from depthdecay.model.load import LoadedModel
+    from depthdecay.plan.plan import Plan
 
 PROMPT_TOKENS = 32  # for the cache figures: what `bench` takes as well
 
@@ -81,8 +81,8 @@ def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
 
 def passes(engine: Engine) -> dict[str, Any]:
     """How passes run on a CPU: compiled or the model's own, and which matrices in how many bits."""
-    from depthdecay.cpu.form import OtherForm, form_of
-    from depthdecay.cpu.stack import CpuStack
+    from depthdecay.cpu.compiled_stack import CpuStack
+    from depthdecay.cpu.supported_models import OtherForm, form_of
     from depthdecay.cpu.threads import threads
 
     if engine.device.type != "cpu":
@@ -100,8 +100,8 @@ def passes(engine: Engine) -> dict[str, Any]:
 def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, quiet: bool) -> dict[str, Any]:
     """KL and agreement of both settings against the model as loaded, with a result file where one is wanted."""
     from depthdecay.cli.show import working
-    from depthdecay.cpu.fidelity import measure_rounding
-    from depthdecay.results import require_writable, write_result
+    from depthdecay.cpu.quantization_loss import measure_rounding
+    from depthdecay.result_files import require_writable, write_result
 
     require_writable(json_file)
     with working("measuring …", quiet=quiet) as say:
@@ -126,9 +126,9 @@ def default_ladder(num_layers: int) -> dict[str, Any] | None:
 
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
-    from depthdecay.cache import rooms
-    from depthdecay.costs import cost_speedup
-    from depthdecay.runners.blocks import BLOCK, blocks_for
+    from depthdecay.model.costs import cost_speedup
+    from depthdecay.model.kv_cache import rooms
+    from depthdecay.runners.kv_blocks import BLOCK, blocks_for
 
     planned = rooms(plan, PROMPT_TOKENS, tokens, in_buckets=engine.uses_graphs)
     if not engine.uses_graphs:

@@ -14,15 +14,15 @@ import typer
 
 from depthdecay.cli import options as opt
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.integrations.lm_eval.gsm8k import find_files, read_problems
 from depthdecay.internals import lm_eval_command_line
-from depthdecay.lm_eval.gsm8k import find_files, read_problems
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-_TASKS = Path(__file__).resolve().parents[1] / "lm_eval"
+_TASKS = Path(__file__).resolve().parents[1] / "integrations" / "lm_eval"
 _ZERO_SHOT, _FEW_SHOT = "gsm8k_local", "gsm8k_local_8shot"
 
 
@@ -100,8 +100,8 @@ def _choose_tasks(arguments: Namespace, data: str | None) -> None:
 def _run(arguments: Namespace, device: str | None) -> None:
     from lm_eval.utils import setup_logging
 
-    import depthdecay.lm_eval.model  # noqa: F401  registers itself: lm-eval looks for no models elsewhere
-    from depthdecay.devices import choose_device
+    import depthdecay.integrations.lm_eval.model  # noqa: F401  registers itself: lm-eval looks for no models elsewhere
+    from depthdecay.model.devices import choose_device
 
     arguments.device = str(choose_device(device))  # where nobody says, lm-eval says cuda:0
     setup_logging()

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from depthdecay.bench.loadtest import Load, Report, run_load
 from depthdecay.cli.serve import KEY_VARIABLE
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.loadtest import Load, Report, run_load
-from depthdecay.schedule import exact_alpha, exact_decimal
+from depthdecay.plan.schedule import exact_alpha, exact_decimal
 
 
 def loadtest(
@@ -40,7 +40,7 @@ def loadtest(
     output: Annotated[str | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
 ) -> None:
     """Ask a running server many things at once. The key, if any, is read from $DEPTHDECAY_API_KEY."""
-    from depthdecay.results import require_writable, write_result
+    from depthdecay.result_files import require_writable, write_result
 
     load = Load(
         url=url.rstrip("/"),

@@ -16,14 +16,14 @@ import typer
 
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import expanded
-from depthdecay.plan import Plan
-from depthdecay.schedule import exact_alpha, exact_decimal, whole_number
+from depthdecay.files import expanded
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import exact_alpha, exact_decimal, whole_number
 
 if TYPE_CHECKING:
-    from depthdecay.engine import Engine
-    from depthdecay.models import LoadedModel
-    from depthdecay.stack import Stack
+    from depthdecay.engine.engine import Engine
+    from depthdecay.model.layers import Stack
+    from depthdecay.model.load import LoadedModel
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_OVER = 256
@@ -155,7 +155,7 @@ class PlanOptions:
 
     def choose(self, model: Any, name: str, stored: Plan | None, new_tokens: int | None) -> Plan | None:
         """The plan for a loaded model: stored, stored and re-scheduled, calibrated beforehand, or made by rule."""
-        from depthdecay.stack import Stack
+        from depthdecay.model.layers import Stack
 
         over = self.over or new_tokens or DEFAULT_OVER
         stack = Stack.of(model)
@@ -174,7 +174,7 @@ class PlanOptions:
         return self.make(stack.num_layers, new_tokens)
 
     def _rescheduled(self, stored: Plan, stack: Stack, over: int) -> Plan:
-        from depthdecay.budget import plan_at_speedup, stored_plan
+        from depthdecay.plan.speedup import plan_at_speedup, stored_plan
 
         assert self.speedup is not None
         base = stored_plan(stored, float(exact_decimal("speed-up", self.speedup)))
@@ -222,7 +222,7 @@ class ModelOptions:
             from transformers.utils import logging
 
             from depthdecay.cpu.threads import set_threads
-            from depthdecay.models import load
+            from depthdecay.model.load import load
 
             if self.threads is not None:
                 set_threads(self.threads)
@@ -244,7 +244,7 @@ class ModelOptions:
     def engine(
         self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None, allow_other_weights: bool = False
     ) -> Engine:
-        from depthdecay.engine import Engine
+        from depthdecay.engine.engine import Engine
 
         return Engine(
             loaded.model,
@@ -285,8 +285,8 @@ class AnswerOptions:
 
 def prompts_of(file: str, task: str | None) -> Callable[[Any], list[Any]]:
     """The prompts of a file, or the questions that a task makes of it: read now, asked as a tokenizer's model reads."""
-    from depthdecay.calibrate.continuations import read_prompts
-    from depthdecay.evaluate.task import TaskOptions, open_task
+    from depthdecay.calibration.continuations import read_prompts
+    from depthdecay.evaluation.task import TaskOptions, open_task
 
     if task is not None:
         return open_task(task, TaskOptions(data=file)).prompts_for
@@ -324,7 +324,7 @@ def open_engine(
     loaded = model.load(quiet)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
     if mode == "lossless" and chosen is not None and plan.speedup is None:
-        from depthdecay.budget import drafter_of
+        from depthdecay.plan.speedup import drafter_of
 
         chosen = drafter_of(chosen)
     # The embedded model's own plan drafts better than a guess.

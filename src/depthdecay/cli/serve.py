@@ -11,8 +11,8 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.paths import read_bytes
-from depthdecay.schedule import whole_number
+from depthdecay.files import read_bytes
+from depthdecay.plan.schedule import whole_number
 
 KEY_VARIABLE = "DEPTHDECAY_API_KEY"
 _server, _limit = (partial(typer.Option, rich_help_panel=panel) for panel in ("Server", "Limits"))
@@ -70,7 +70,7 @@ def serve(
         raise DepthDecayError("this model has no tokenizer, and a server speaks text")
     from depthdecay.batching import Batcher, BatchSettings
     from depthdecay.serve.app import ServeSettings, make_app
-    from depthdecay.serve.run import run_server
+    from depthdecay.serve.server import run_server
     from depthdecay.serve.worker import Worker
 
     settings = BatchSettings(

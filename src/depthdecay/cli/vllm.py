@@ -10,9 +10,9 @@ import typer
 
 from depthdecay.cli import options as opt
 from depthdecay.errors import DepthDecayError, one_line
-from depthdecay.paths import expanded
-from depthdecay.plan import Plan
-from depthdecay.vllm import ARCHITECTURES, check_version
+from depthdecay.files import expanded
+from depthdecay.integrations.vllm import ARCHITECTURES, check_version
+from depthdecay.plan.plan import Plan
 
 app = typer.Typer(name="vllm", no_args_is_help=True, help="Depth decay inside vLLM, on one machine or many.")
 
@@ -37,8 +37,8 @@ def serve(
     if _given(context.args, "--hf-overrides", "--hf_overrides"):
         raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
     check_version()
-    from depthdecay.identity import config_identity
-    from depthdecay.vllm.settings import KEY, server_depth
+    from depthdecay.integrations.vllm.settings import KEY, server_depth
+    from depthdecay.plan.identity import config_identity
 
     folder = model_folder(model)
     config = model_config(folder)
@@ -61,13 +61,13 @@ def _given(words: list[str], *options: str) -> bool:
 
 def model_folder(model: str) -> str:
     """Where vLLM finds the weights: a GGUF file and the embedded model are converted, as for our own engine."""
-    from depthdecay.models import EMBEDDED_MODEL, embedded_file
+    from depthdecay.model.load import EMBEDDED_MODEL, embedded_file
 
     path = embedded_file() if model == EMBEDDED_MODEL else expanded(model)
     if path.suffix == ".gguf" and path.is_file():
         import torch
 
-        from depthdecay.gguf_cache import converted
+        from depthdecay.model.gguf_cache import converted
 
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         return str(converted(path, dtype, lambda message: print(message, flush=True))[0])
@@ -88,7 +88,7 @@ def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]
         path = str(opt.DEFAULT_PLAN) if options.path == "default" else options.path
         # Workers need not start in this folder.
         return {"plan": str(Path(path).resolve()) if Path(path).exists() else path}
-    from depthdecay.vllm.settings import server_settings
+    from depthdecay.integrations.vllm.settings import server_settings
 
     made: Plan | None = options.make(num_layers, None)
     return {} if made is None else server_settings(made)

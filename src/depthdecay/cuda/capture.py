@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import NotCapturable, one_line
-from ..internals import clear_cublas_workspaces
-from .compiled_layers import CompiledLayers
+from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.errors import NotCapturable, one_line
+from depthdecay.internals import clear_cublas_workspaces
 
 # Of the logits' length: what rounding explains. A layer that used its index for more than the cache is far beyond.
 _ROUNDING = {torch.float32: 1e-2}

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ..cache import bucket_for, room_for
-from ..patches import replaced
-from ..runners.contract import Ask, Part
-from ..speculative.accept import count_right_on_device
-from ..speculative.gain import LONGEST, Pace
-from ..speculative.short_head import PIECES, ShortHead, product
-from .compiled_layers import Rows
-from .pass_graphs import Captured, PassGraphs
+from depthdecay.cuda.compiled_layers import Rows
+from depthdecay.cuda.pass_graphs import Captured, PassGraphs
+from depthdecay.model.kv_cache import bucket_for, room_for
+from depthdecay.patches import replaced
+from depthdecay.runners.contract import Ask, Part
+from depthdecay.speculative.accept import count_right_on_device
+from depthdecay.speculative.expected_gain import LONGEST, Pace
+from depthdecay.speculative.short_head import PIECES, ShortHead, product
 
 # Numbers of tokens that verifications are captured for; a shorter one is padded behind, where nobody looks. On an H200
 # a pass over 8 costs 3% more than one over 4, so more sizes would save less than capturing them takes.

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..devices import overlaps_kernels
-from ..overlap import waiting_first
-from ..patches import patched, replaced_each
-from ..repairs import repaired_at_once
-from ..stack import LayerPass, Stack
+from depthdecay.cuda.kernels.dependent_launch import waiting_first
+from depthdecay.model.devices import overlaps_kernels
+from depthdecay.model.layers import LayerPass, Stack
+from depthdecay.model.repairs import repaired_at_once
+from depthdecay.patches import patched, replaced_each
 
 # What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch.
 Rows = Literal["one", "few", "many"]
@@ -22,7 +22,7 @@ Rows = Literal["one", "few", "many"]
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
-    from ..gemv import GemvPass
+    from depthdecay.cuda.kernels.gemv import GemvPass
 
     if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}

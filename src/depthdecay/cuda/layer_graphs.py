@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention import is_plain, scaling_of
-from ..errors import NotCapturable
-from ..internals import attention_named, attention_registered, optimized_for_decoding
-from ..repairs import Repairs
-from ..runners.blocks import BLOCK, Blocks
-from ..runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
-from ..runners.forward import first_rows
-from ..stack import LayerPass, Stack, primary_device
-from .capture import Graphs
-from .compiled_layers import CompiledLayers, one_cache, one_index
-from .paged import Paged, attend_paged
+from depthdecay.cuda.capture import Graphs
+from depthdecay.cuda.compiled_layers import CompiledLayers, one_cache, one_index
+from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
+from depthdecay.errors import NotCapturable
+from depthdecay.internals import attention_named, attention_registered, optimized_for_decoding
+from depthdecay.model.grouped_attention import is_plain, scaling_of
+from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.repairs import Repairs
+from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
+from depthdecay.runners.forward import first_rows
+from depthdecay.runners.kv_blocks import BLOCK, Blocks
 
 _NUMBERS = itertools.count()
 

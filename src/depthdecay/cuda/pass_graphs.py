@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ..cache import OneLayer, PlannedCache, Prompt, bucket_for
-from ..errors import NotCapturable
-from ..internals import optimized_for_decoding
-from ..plan import Plan
-from ..repairs import Repairs
-from ..runners.contract import PLAIN, Ask, Part, Said
-from ..stack import LayerPass, Stack, primary_device
-from .attention import attention_in_steps
-from .capture import Graphs, require_alike
-from .compiled_layers import CompiledLayers, Rows
+from depthdecay.cuda.capture import Graphs, require_alike
+from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
+from depthdecay.cuda.decode_attention import attention_in_steps
+from depthdecay.errors import NotCapturable
+from depthdecay.internals import optimized_for_decoding
+from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
+from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.plan import Plan
+from depthdecay.runners.contract import PLAIN, Ask, Part, Said
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import NotCapturable
-from ..repairs import Repairs
-from ..stack import Stack
-from .blocks import Blocks
-from .contract import PLAIN, Ask, Part, Said
-from .forward import ForwardRunner
+from depthdecay.errors import NotCapturable
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
+from depthdecay.runners.contract import PLAIN, Ask, Part, Said
+from depthdecay.runners.forward import ForwardRunner
+from depthdecay.runners.kv_blocks import Blocks
 
 if TYPE_CHECKING:
-    from ..cpu.rows import CompiledRows
-    from ..cuda.compiled_layers import CompiledLayers
-    from ..cuda.layer_graphs import LayerGraphs
+    from depthdecay.cpu.compiled_rows import CompiledRows
+    from depthdecay.cuda.compiled_layers import CompiledLayers
+    from depthdecay.cuda.layer_graphs import LayerGraphs
 
 Found = TypeVar("Found")
 
@@ -31,13 +31,13 @@ class BlockRunner:
         self.compiled: CompiledRows | None = None
         self.graphs: LayerGraphs | None = None  # until something cannot be captured
         if stack.has_compiled_pass:
-            from ..cpu.rows import CompiledRows
+            from depthdecay.cpu.compiled_rows import CompiledRows
 
             self.compiled = CompiledRows.of(stack, blocks, repairs)
 
     def use_graphs(self, compiled: CompiledLayers | None, tokens: int) -> None:
         """Run passes over at most so many tokens as CUDA graphs of their layers."""
-        from ..cuda.layer_graphs import LayerGraphs
+        from depthdecay.cuda.layer_graphs import LayerGraphs
 
         self.compiled = None
         self.graphs = LayerGraphs(self.stack, self.blocks, self.repairs, tokens, compiled)
@@ -70,7 +70,7 @@ class BlockRunner:
 
     def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
         """None where the pass has to run eagerly. The first one is held against an eager pass."""
-        from ..cuda.capture import require_alike
+        from depthdecay.cuda.capture import require_alike
 
         graphs = self.graphs
         assert graphs is not None

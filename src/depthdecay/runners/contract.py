@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..plan import Plan
+from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from ..speculative.short_head import ShortHead
-    from ..stack import LayerPass
+    from depthdecay.model.layers import LayerPass
+    from depthdecay.speculative.short_head import ShortHead
 
 FED = (0,)  # a part's one token where only the device knows it yet
 

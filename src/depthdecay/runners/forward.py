@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention import grouped_attention
-from ..repairs import Repairs
-from ..stack import LayerPass, Stack, primary_device
-from .blocks import BLOCK, Blocks
-from .contract import PLAIN, Ask, Part, Said
+from depthdecay.model.grouped_attention import grouped_attention
+from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.repairs import Repairs
+from depthdecay.runners.contract import PLAIN, Ask, Part, Said
+from depthdecay.runners.kv_blocks import BLOCK, Blocks
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 

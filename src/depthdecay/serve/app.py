@@ -23,16 +23,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from .. import __version__
-from ..errors import ContextError
-from ..request import prepare_request
-from .answers import Account, Answer, as_api_error
-from .depths import Depths
-from .guards import Guard
-from .metrics import Metrics
-from .problems import ApiError, json_response
-from .schema import Asked, ChatRequest, CompletionRequest
-from .worker import Ticket, Worker
+from depthdecay import __version__
+from depthdecay.engine.request import prepare_request
+from depthdecay.errors import ContextError
+from depthdecay.serve.api_errors import ApiError, json_response
+from depthdecay.serve.depth_choice import Depths
+from depthdecay.serve.guards import Guard
+from depthdecay.serve.metrics import Metrics
+from depthdecay.serve.responses import Account, Answer, as_api_error
+from depthdecay.serve.schema import Asked, ChatRequest, CompletionRequest
+from depthdecay.serve.worker import Ticket, Worker
 
 logger = logging.getLogger("depthdecay.serve")
 

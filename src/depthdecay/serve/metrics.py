@@ -6,9 +6,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..batching import Batcher, Update
-from .answers import Account
-from .worker import Worker
+from depthdecay.batching import Batcher, Update
+from depthdecay.serve.responses import Account
+from depthdecay.serve.worker import Worker
 
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..batching import Batcher, Update
-from ..errors import DepthDecayError
-from ..plan import Plan
-from ..request import Request
-from .problems import ApiError
+from depthdecay.batching import Batcher, Update
+from depthdecay.engine.request import Request
+from depthdecay.errors import DepthDecayError
+from depthdecay.plan.plan import Plan
+from depthdecay.serve.api_errors import ApiError
 
 logger = logging.getLogger("depthdecay.serve")
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from .gain import TrackRecord
-from .lookup import Lookup
+from depthdecay.speculative.expected_gain import TrackRecord
+from depthdecay.speculative.prompt_lookup import Lookup
 
 
 class Lane(Protocol):

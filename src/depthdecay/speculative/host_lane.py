@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..plan import Plan
-from ..runners.contract import Ask, Part, Runner
-from ..sampling import Sampler, pick_tokens
-from .accept import count_right
-from .gain import Pace
-from .short_head import ShortHead
+from depthdecay.engine.sampling import Sampler, pick_tokens
+from depthdecay.plan.plan import Plan
+from depthdecay.runners.contract import Ask, Part, Runner
+from depthdecay.speculative.accept import count_right
+from depthdecay.speculative.expected_gain import Pace
+from depthdecay.speculative.short_head import ShortHead
 
 
 class HostLane:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..errors import NotCapturable
-from ..result import Result
-from ..sampling import Sampler, pick_tokens
-from .choice import Drafting
-from .drafters import Lane, LayerDrafter, LookupDrafter, Window
-from .lookup import Lookup
-from .short_head import ShortHead
+from depthdecay.engine.result import Result
+from depthdecay.engine.sampling import Sampler, pick_tokens
+from depthdecay.errors import NotCapturable
+from depthdecay.speculative.drafter_choice import Drafting
+from depthdecay.speculative.drafters import Lane, LayerDrafter, LookupDrafter, Window
+from depthdecay.speculative.prompt_lookup import Lookup
+from depthdecay.speculative.short_head import ShortHead
 
 # The share of windows in which lookup may find something where drafts are begun before that is known. Such a draft is
 # lost; without it the device waits for the host, for a 1.5B model on an H200 about 0.4 of what a draft takes.

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..patches import patched
-from ..stack import Stack
+from depthdecay.model.layers import Stack
+from depthdecay.patches import patched
 
 # Vocabularies are sorted by how early a tokenizer met a token, so the first ones are the most frequent.
 SHARE, LEAST = 5, 16384

@@ -1,0 +1,1 @@
+"""Measuring speed, and drawing what was measured."""

@@ -1,0 +1,318 @@
+"""Decoding speed, ours and transformers' own in the same run, beside what the memory of the machine allows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from depthdecay.engine.engine import Engine
+from depthdecay.errors import DepthDecayError, failure
+from depthdecay.model.costs import Costs
+from depthdecay.model.devices import synchronize
+from depthdecay.model.layers import Stack
+from depthdecay.plan.plan import Plan
+
+# True shapes, to be filled with random weights: right for speed, useless for text.
+_SIZES = (
+    *("model_type", "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, *sizes in (
+        ("llama-2-7b", "llama", 32000, 4096, 4096, 11008, 32, 32, 32, False),
+        ("llama-2-13b", "llama", 32000, 4096, 5120, 13824, 40, 40, 40, False),
+        ("llama-2-70b", "llama", 32000, 4096, 8192, 28672, 80, 64, 8, False),
+        ("qwen2.5-1.5b", "qwen2", 151936, 32768, 1536, 8960, 28, 12, 2, True),
+        ("tiny", "llama", 512, 512, 64, 128, 8, 4, 2, False),
+    )
+}
+
+Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers where they are counted
+METHODS = ("generate", "generate-static", "full", "decay")
+_TITLES = {
+    "generate": "transformers generate",
+    "generate-static": "transformers generate, compiled static cache",
+    "full": "depthdecay, full depth",
+    "decay": "depthdecay, decay",
+}
+
+
+@dataclass
+class Row:
+    """One method's figures. Times are of decoding only; the prompt's own pass and set-up stand apart."""
+
+    method: str
+    title: str
+    ms_per_token: float | None = None  # of one step; a batch yields `batch` tokens in it
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tokens_per_second: float | None = None
+    gb_per_second: float | None = None  # weights read
+    bandwidth_share: float | None = None
+    layers_executed: int | None = None
+    layer_speedup: float | None = None
+    cost_speedup: float | None = None  # the ideal: bytes of weights at full depth over bytes read
+    wall_clock_speedup: float | None = None  # against our own full depth
+    realised: float | None = None
+    memory_gb: float | None = None
+    setup_seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass
+class Report:
+    """A whole run: what it ran on and what came out."""
+
+    model: str
+    settings: dict[str, Any]
+    copy_gb_per_second: float
+    weight_gb: float
+    rows: list[Row] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of a true shape with random weights, made on the device itself."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if shape not in SHAPES:
+        raise DepthDecayError(f"unknown shape '{shape}'; known are {', '.join(SHAPES)}")
+    settings = dict(SHAPES[shape])
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    return model.to(dtype).eval()
+
+
+def run_bench(
+    model: Any,
+    name: str,
+    plan: Plan,
+    *,
+    new_tokens: int = 256,
+    prompt_tokens: int = 32,
+    batch: int = 1,
+    rounds: int = 3,
+    methods: Sequence[str] = METHODS,
+    compile_layers: bool = True,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Report:
+    """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
+    stack = Stack.of(model)
+    limit = stack.context_limit()
+    if limit is not None and prompt_tokens + new_tokens > limit:
+        raise DepthDecayError(
+            f"a prompt of {prompt_tokens} and {new_tokens} new tokens make {prompt_tokens + new_tokens}, but the "
+            f"model's context holds {limit}; ask for fewer"
+        )
+    device = stack.model.device
+    vocabulary = stack.model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, vocabulary, (batch, prompt_tokens), generator=generator).to(device)
+    settings: dict[str, Any] = {
+        "new_tokens": new_tokens,
+        "prompt_tokens": prompt_tokens,
+        "batch": batch,
+        "rounds": rounds,
+    }
+    settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
+    costs = Costs(stack, plan)
+    report = Report(name, settings, copy_bandwidth(device), costs.full() / 1e9)
+    contenders = {}
+    for method in methods:
+        progress(f"preparing {_TITLES[method]}")
+        contenders[method] = Contender(
+            _TITLES[method], _decoding(method, model, plan, prompts, new_tokens, compile_layers)
+        )
+        contenders[method].set_up()
+    measure_in_rounds(list(contenders.values()), rounds, progress)
+    for method, contender in contenders.items():
+        report.rows.append(_row(method, contender, costs, plan, report, contenders.get("full")))
+    report.ratios = _ratios(contenders)
+    return report
+
+
+@dataclass
+class Contender:
+    """One way to decode, and its measured rounds."""
+
+    title: str
+    decode: Decode
+    seconds: list[float] = field(default_factory=list)
+    setup_seconds: float = 0.0
+    layers_executed: int | None = None
+    memory: int = 0  # on CUDA
+    error: str | None = None
+
+    def set_up(self) -> None:
+        """The first run: compilation, capture and warm-up, timed as a whole."""
+        started = time.perf_counter()
+        self.measure(keep=False)
+        self.setup_seconds = time.perf_counter() - started
+
+    def measure(self, keep: bool = True) -> None:
+        if self.error is not None:
+            return
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds, self.layers_executed = self.decode()
+        except Exception as error:
+            self.error = failure(error)
+            return
+        if torch.cuda.is_initialized():
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
+        if keep:
+            self.seconds.append(seconds)
+
+
+def measure_in_rounds(contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None]) -> None:
+    """Everybody once a round, so that neighbours in time can be compared with each other."""
+    for number in range(rounds):
+        for contender in contenders:
+            progress(f"round {number + 1} of {rounds}: {contender.title}")
+            contender.measure()
+
+
+def _decoding(
+    method: str, model: Any, plan: Plan, prompts: torch.Tensor, new_tokens: int, compile_layers: bool
+) -> Decode:
+    if method in ("full", "decay"):
+        compile = compile_layers and prompts.device.type == "cuda"
+        engine = Engine(model, plan=plan if method == "decay" else None, compile=compile)
+        return decoding(engine, method, prompts, new_tokens)
+    static = {"cache_implementation": "static"} if method == "generate-static" else {}
+    return transformers_decoding(model, prompts, new_tokens, **static)
+
+
+def decoding(engine: Engine, mode: str, prompts: torch.Tensor, new_tokens: int) -> Decode:
+    """Ours. Greedy as the peers are; random weights have no end of text."""
+
+    def decode() -> tuple[float, int | None]:
+        with never_ending(engine.stack.model):
+            results = engine.generate(prompts.tolist(), new_tokens, mode=mode, do_sample=False)
+        shortest = min(len(result.token_ids) for result in results)
+        if shortest != new_tokens:
+            raise DepthDecayError(f"decoding ended after {shortest} of {new_tokens} tokens")
+        return results[0].decode_seconds, results[0].layers_executed
+
+    return decode
+
+
+def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **settings: Any) -> Decode:
+    """generate's. A run of one token is the prompt's pass and its own preparation; the rest is decoding."""
+
+    def generate(count: int) -> float:
+        mask = torch.ones_like(prompts)
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            output = model.generate(prompts, attention_mask=mask, max_new_tokens=count, do_sample=False, **settings)
+        synchronize(prompts.device)
+        assert output.shape[1] == prompts.shape[1] + count
+        return time.perf_counter() - started
+
+    def decode() -> tuple[float, int | None]:
+        with never_ending(Stack.of(model).model):
+            first = generate(1)
+            return generate(new_tokens) - first, None
+
+    return decode
+
+
+def _row(method: str, contender: Contender, costs: Costs, plan: Plan, report: Report, full: Contender | None) -> Row:
+    row = Row(method, contender.title, error=contender.error)
+    if contender.error is not None:
+        return row
+    batch, steps = report.settings["batch"], report.settings["new_tokens"] - 1
+    full_plan = Plan.full(plan.num_layers)
+    own_plan = plan if method == "decay" else full_plan
+    times = [1000 * seconds / steps for seconds in contender.seconds]
+    row.ms_per_token = statistics.median(times)
+    row.ms_min, row.ms_max = min(times), max(times)
+    row.tokens_per_second = batch * 1000 / row.ms_per_token
+    bytes_read = costs.per_step(own_plan, report.settings["new_tokens"])
+    row.gb_per_second = bytes_read / row.ms_per_token / 1e6
+    row.bandwidth_share = row.gb_per_second / report.copy_gb_per_second
+    tokens = report.settings["new_tokens"]
+    row.layers_executed = contender.layers_executed or plan.num_layers * tokens
+    row.layer_speedup = plan.num_layers * tokens / row.layers_executed
+    row.cost_speedup = costs.speedup(own_plan, tokens)
+    speed = times_as_fast(contender, full) if method in ("full", "decay") else None
+    if speed is not None:
+        row.wall_clock_speedup = speed[0]
+        row.realised = row.wall_clock_speedup / row.cost_speedup
+    row.memory_gb = contender.memory / 1e9 if contender.memory else None
+    row.setup_seconds = contender.setup_seconds
+    return row
+
+
+def _ratios(contenders: dict[str, Contender]) -> dict[str, float]:
+    """How many times as fast ours is as each of transformers' ways."""
+    pairs = {
+        f"{ours} against {theirs}": times_as_fast(contenders[ours], contenders[theirs])
+        for ours in ("full", "decay")
+        for theirs in ("generate", "generate-static")
+        if ours in contenders and theirs in contenders
+    }
+    return {name: speed[0] for name, speed in pairs.items() if speed is not None}
+
+
+def times_as_fast(contender: Contender, other: Contender | None) -> list[float] | None:
+    """Median, least and most over rounds, where both have some."""
+    if other is None or contender.error is not None or other.error is not None:
+        return None
+    ratios = [theirs / ours for theirs, ours in zip(other.seconds, contender.seconds, strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s that a large copy moves on this machine, bytes read and written both counted."""
+    size = 2**32 if device.type == "cuda" else 2**28
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else size * 8
+    size = int(min(size, free // 4))
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    best = float("inf")
+    for _ in range(10):
+        synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    del source, target
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * size / best / 1e9
+
+
+@contextlib.contextmanager
+def never_ending(model: Any) -> Iterator[None]:
+    """Every method decodes the full length: the end of text is taken out of the settings for a while."""
+    config = model.generation_config
+    before, pad = config.eos_token_id, config.pad_token_id
+    config.eos_token_id, config.pad_token_id = None, 0
+    try:
+        yield
+    finally:
+        config.eos_token_id, config.pad_token_id = before, pad

@@ -1,0 +1,167 @@
+"""What calibration measures on: prompts from a file, and the full model's own greedy continuations of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.request import PLAIN_GREEDY
+from depthdecay.errors import DepthDecayError
+from depthdecay.files import read_bytes
+from depthdecay.model.prompts import token_ids
+
+_FIELDS = ("messages", "prompt", "question", "text", "instruction")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what the full model says after it; both as token ids."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def read_prompts(path: str | Path) -> list[Any]:
+    """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
+    try:
+        lines = read_bytes(path, f"the prompts '{path}'").decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DepthDecayError(f"the prompts '{path}' are not UTF-8 text (byte {error.start})") from None
+    is_text = Path(path).suffix == ".txt"
+    prompts = [
+        line.strip() if is_text else _prompt_of(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise DepthDecayError(f"the file '{path}' holds no prompt")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DepthDecayError(f"{where} is not JSON ({error}); expected one object a line") from None
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise DepthDecayError(f"{where} is {type(value).__name__}; expected an object with one of {', '.join(_FIELDS)}")
+    name = next((name for name in _FIELDS if value.get(name)), None)
+    if name is None:
+        raise DepthDecayError(f"{where} has none of the fields {', '.join(_FIELDS)}")
+    prompt = value[name]
+    if name == "messages":
+        good = isinstance(prompt, list) and all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in prompt
+        )
+        if not good:
+            raise DepthDecayError(f"{where}: messages must be a list of objects with role and content")
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise DepthDecayError(f"{where}: {name} must be a text that is not empty")
+    return prompt
+
+
+@dataclass(frozen=True)
+class Split:
+    """Token ids of prompts to calibrate on and of prompts held out; no text is in both."""
+
+    calibration: list[list[int]]
+    held_out: list[list[int]]
+
+
+def split_prompts(
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    *,
+    vocabulary: int,
+    calibration: int,
+    held_out: int,
+    longest: int | None,
+    seed: int,
+) -> Split:
+    """Shuffle, drop repeats and prompts that do not fit, and deal out the two parts.
+
+    Where there are fewer than asked for, both parts shrink in proportion, down to eight and four.
+    """
+    unique = {_as_read(prompt): prompt for prompt in prompts}
+    order = sorted(unique)  # the same whatever the file's order
+    Random(seed).shuffle(order)
+    wanted = calibration + held_out
+    fitting: list[list[int]] = []
+    seen: set[tuple[int, ...]] = set()
+    left_out = 0
+    for key in order:
+        if len(fitting) == wanted:
+            break
+        ids = token_ids(tokenizer, unique[key], {}, vocabulary)
+        if longest is not None and len(ids) > longest:
+            left_out += 1
+            continue
+        if tuple(ids) not in seen:  # a template may make two texts one
+            seen.add(tuple(ids))
+            fitting.append(ids)
+    if len(fitting) < 12:
+        long = f" ({left_out} are longer than {longest} tokens and were left out)" if left_out else ""
+        raise DepthDecayError(
+            f"the prompts hold {len(fitting)} different prompts that fit{long}; calibration needs at least 12, "
+            "since some are held out"
+        )
+    if len(fitting) < wanted:
+        held_out = min(max(4, len(fitting) * held_out // wanted), len(fitting) - 8)
+    return Split(fitting[held_out:], fitting[:held_out])
+
+
+def variety(
+    count: int, tokenizer: Any, *, vocabulary: int, longest: int | None, seed: int, besides: Sequence[Any]
+) -> list[list[int]]:
+    """Prompts of many kinds that come with the package, as token ids; none that is among the user's own."""
+    if tokenizer is None or count < 1:
+        return []
+    lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
+    taken = {_as_read(prompt) for prompt in besides}
+    texts = [text for text in (line.replace("\\n", "\n") for line in lines) if _as_read(text) not in taken]
+    Random(seed).shuffle(texts)
+    found = (token_ids(tokenizer, text, {}, vocabulary) for text in texts)
+    return [ids for ids in found if longest is None or len(ids) <= longest][:count]
+
+
+def _as_read(prompt: Any) -> str:
+    """A prompt as a key: spaces and the form that it was given in make no other question of it."""
+    turns = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
+    if turns is not None and len(turns) == 1 and turns[0].get("role") == "user":
+        prompt = turns[0]["content"]
+    if isinstance(prompt, str):
+        return json.dumps(" ".join(prompt.split()))
+    return json.dumps(prompt, sort_keys=True)
+
+
+def continue_prompts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    batch: int = 64,
+    seed: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Continuation]:
+    """The full model's answers, each up to its end of text; in the order of the prompts. Sampled by a seed."""
+    picked = PLAIN_GREEDY if seed is None else {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": seed}
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    found: dict[int, Continuation] = {}
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        rows = [list(prompts[index]) for index in chosen]
+        rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
+        results = engine.generate(rows, new_tokens, mode="full", stop=[], **picked)
+        for index, result in zip(chosen, results, strict=False):
+            found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))
+        progress(min(start + batch, len(order)), len(order))
+    return [found[index] for index in range(len(prompts))]

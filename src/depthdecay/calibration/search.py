@@ -1,0 +1,139 @@
+"""The ladder search: which layer to drop next, by what dropping it costs after repair.
+
+A beam of a few ladders goes down rung by rung. At every rung each drops its most promising layers in turn; the
+shallower model is repaired, and its KL to the full model is measured on texts that the maps were not fitted on. Promise
+is the KL that a layer cost when it was last tried, at first a guess: most layers keep their place, so a few trials a
+rung find what trying all would. A text passes through all rungs, so ladders are compared by the sum of KL over
+theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from depthdecay.calibration.fidelity import Tally
+from depthdecay.calibration.fit import FitSettings, Trace
+from depthdecay.calibration.recording import Recording
+
+
+@dataclass(frozen=True)
+class Found:
+    """A ladder as far as it has been found: the layers dropped, and the KL at each depth that this makes."""
+
+    order: tuple[int, ...] = ()
+    kls: tuple[float, ...] = ()
+    promise: dict[int, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def last(self) -> float:
+        return self.kls[-1] if self.kls else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "kls": self.kls, "promise": {str(k): v for k, v in self.promise.items()}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Found:
+        promise = {int(layer): float(kl) for layer, kl in values["promise"].items()}
+        return cls(tuple(map(int, values["order"])), tuple(map(float, values["kls"])), promise)
+
+
+@dataclass
+class Search:
+    """What is searched on, and how hard."""
+
+    recording: Recording
+    fitted_on: int  # batches that maps are fitted on; KL is measured on the others
+    candidates: Sequence[int]
+    lowest_depth: int
+    settings: FitSettings | None
+    layer_costs: Sequence[float]
+    beam: int = 2
+    width: int = 5  # layers that each ladder tries at a rung
+    first_width: int | None = None  # the same at the first rung; all layers where None
+    seconds: float | None = None  # after which one ladder goes on, by promise alone
+    progress: Callable[[str, int, int], None] = lambda message, done, total: None
+    save: Callable[[list[Found]], None] = lambda beam: None
+
+    def kl(self, trace: Trace) -> float:
+        tally = Tally(self.recording.columns)
+        for batch, states in list(zip(self.recording.batches, trace.states, strict=True))[self.fitted_on :]:
+            tally.add(self.recording, batch, states[-1])
+        return tally.kl
+
+    def run(self, guess: Sequence[float], beam: Sequence[Found] = ()) -> Found:
+        """Search down to the lowest depth, from the start or from what an interrupted search left.
+
+        The guess orders the layers at first; its scale does not matter.
+        """
+        started = time.monotonic()
+        num_layers = self.recording.stack.num_layers
+        beam = list(beam) or [Found(promise={layer: float(guess[layer]) for layer in self.candidates})]
+        traces = {found.order: self._trace(found.order) for found in beam}
+        total = num_layers - self.lowest_depth
+        while len(beam[0].order) < total:
+            late = self.seconds is not None and time.monotonic() - started > self.seconds
+            beam, traces = self._next_rung(beam[:1] if late else beam, traces, hasten=late)
+            self.save(beam)
+            best = beam[0]
+            message = f"depth {num_layers - len(best.order)}: without layer {best.order[-1]}, KL {best.last:.4f}"
+            self.progress(message, len(best.order), total)
+        return beam[0]
+
+    def _trace(self, order: Sequence[int]) -> Trace:
+        trace = Trace(self.recording)
+        for layer in order:
+            trace = trace.without([layer], self.settings, self.fitted_on)
+        return trace
+
+    def _next_rung(
+        self, beam: list[Found], traces: dict[tuple[int, ...], Trace], hasten: bool
+    ) -> tuple[list[Found], dict[tuple[int, ...], Trace]]:
+        """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers."""
+        tried: dict[frozenset[int], tuple[float, Found, Trace]] = {}
+        for found in beam:
+            left = [layer for layer in self.candidates if layer not in found.order]
+            left.sort(key=lambda layer, found=found: (found.promise[layer] / self.layer_costs[layer], layer))  # type: ignore[misc]
+            promise = dict(found.promise)
+            trials = left[: 1 if hasten else self._width(found)]
+            for layer in trials:
+                dropped = frozenset((*found.order, layer))
+                if dropped in tried:
+                    kl = tried[dropped][1].last
+                    trace = tried[dropped][2]
+                else:
+                    trace = traces[found.order].without([layer], self.settings, self.fitted_on)
+                    kl = self.kl(trace)
+                promise[layer] = max(kl - found.last, 0.0)
+                longer = Found((*found.order, layer), (*found.kls, kl), promise)
+                score = self._score(longer)
+                if dropped not in tried or score < tried[dropped][0]:
+                    tried[dropped] = score, longer, trace
+                # Traces hold states of a whole model: only those that may stay are kept.
+                ranked = sorted(tried.items(), key=lambda item: (item[1][0], item[1][1].order))
+                tried = dict(ranked[: self.beam])
+            if not found.order:
+                _rescale(promise, found.promise, trials)
+        return [found for _, found, _ in tried.values()], {found.order: trace for _, found, trace in tried.values()}
+
+    def _score(self, found: Found) -> float:
+        """KL summed over the rungs, each against what its layers save."""
+        saved = [sum(self.layer_costs[layer] for layer in found.order[: rung + 1]) for rung in range(len(found.order))]
+        mean = sum(self.layer_costs) / len(self.layer_costs)
+        return sum(kl * mean * (rung + 1) / cost for rung, (kl, cost) in enumerate(zip(found.kls, saved, strict=True)))
+
+    def _width(self, found: Found) -> int:
+        if found.order:
+            return self.width
+        return len(self.candidates) if self.first_width is None else self.first_width
+
+
+def _rescale(promise: dict[int, float], guess: dict[int, float], tried: Sequence[int]) -> None:
+    """Bring the guesses for layers that were not tried to the scale of KL, by those that were."""
+    ratios = sorted(promise[layer] / guess[layer] for layer in tried if guess[layer] > 0)
+    ratio = ratios[len(ratios) // 2] if ratios else 1.0
+    for layer in promise:
+        if layer not in tried:
+            promise[layer] = guess[layer] * ratio

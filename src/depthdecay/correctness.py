@@ -1,0 +1,199 @@
+"""Is depth decay right on this very model? Equality with transformers' generate, and the model left as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from depthdecay.engine.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.integrations.transformers.applied import applied
+from depthdecay.internals import forward_hooks
+from depthdecay.model.layers import Stack
+from depthdecay.plan.plan import Plan
+
+NEW_TOKENS = 24
+_TEXTS = (
+    "Why is the sky blue?",
+    "Write one sentence about the sea, and one about the mountains behind it.",
+    "Count from one to ten.",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was checked."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class _Deliberate(Exception):
+    """Raised on purpose, to see that the model is restored after an error too."""
+
+
+def default_plan(num_layers: int, new_tokens: int = NEW_TOKENS) -> Plan | None:
+    """A decay that drops a layer soon and several by the end; None where the model has no layer to spare."""
+    if num_layers < 2:
+        return None
+    core = min(2, (num_layers - 1) // 2)
+    ladder_floor = max(1, 2 * core)
+    reachable = max(ladder_floor, num_layers * 2 // 3)
+    alpha = (reachable / num_layers) ** (1 / max(1, new_tokens - 1))
+    return Plan.decay(num_layers, f"{alpha:.6f}", core_head=core, core_tail=core, min_layers=reachable)
+
+
+def check_prompts(model: Any, tokenizer: Any = None) -> list[list[int]]:
+    """Three prompts of unequal length: texts, or for a model without a tokenizer random token ids."""
+    if tokenizer is not None:
+        from depthdecay.model.prompts import prompt_ids
+
+        return [prompt_ids(tokenizer, text) for text in _TEXTS]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    draw = random.Random(0)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for length in (9, 17, 5)]
+
+
+def check_model(
+    model: Any,
+    tokenizer: Any = None,
+    plan: Plan | None = None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    allow_other_weights: bool = False,
+) -> Iterator[Row]:
+    """Yield a row for each thing checked, as soon as it is known. Greedy, on the model's device and in its dtype."""
+    stack = Stack.of(model)
+    plan = plan or default_plan(stack.num_layers, new_tokens)
+    prompts = check_prompts(stack.model, tokenizer)
+    engine = Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights)
+    expected = [reference(model, prompt, new_tokens) for prompt in prompts]
+    # Taken behind the plain generate, which may set attributes of its own, and before anything of ours has run.
+    before = model_state(stack.model)
+    hint = _rounding_hint(stack.model)
+
+    single = [engine.generate([prompt], new_tokens, mode="full", do_sample=False)[0] for prompt in prompts]
+    yield _compare("full depth equals generate", [r.token_ids for r in single], expected, hint)
+    batch = engine.generate(prompts, new_tokens, mode="full", do_sample=False)
+    yield _compare("batch equals single", [r.token_ids for r in batch], [r.token_ids for r in single], hint)
+
+    lossless = [engine.generate([prompt], new_tokens, mode="lossless", do_sample=False)[0] for prompt in prompts]
+    yield _compare("lossless equals full depth", [r.token_ids for r in lossless], [r.token_ids for r in single], hint)
+
+    if plan is None:
+        yield Row("decay", True, "skipped: a model of one layer has none to drop")
+    else:
+        decayed = [engine.generate([prompt], new_tokens, do_sample=False)[0] for prompt in prompts]
+        batch = engine.generate(prompts, new_tokens, do_sample=False)
+        yield _compare(
+            "decayed batch equals single", [r.token_ids for r in batch], [r.token_ids for r in decayed], hint
+        )
+        texts, depths = [], []
+        for prompt in prompts:
+            with applied(model, plan, allow_other_weights=allow_other_weights) as account:
+                texts.append(reference(model, prompt, new_tokens))
+            depths.append(list(account.depths))
+        yield _compare("decayed generate equals the engine", texts, [r.token_ids for r in decayed], hint)
+        planned = [list(plan.depths(len(r.token_ids))) for r in decayed]
+        right = depths == planned and [r.depths for r in decayed] == planned
+        lowest = min(min(row) for row in planned)
+        yield Row(
+            "layers counted equal the plan",
+            right,
+            f"{stack.num_layers} down to {lowest} layers" if right else f"planned {planned}, counted {depths}",
+        )
+    _fail_on_purpose(model, engine, plan, prompts[0], allow_other_weights)
+    differences = state_differences(before, model_state(stack.model))
+    modules = sum(1 for _ in stack.model.modules())
+    yield Row(
+        "model restored, also after an error",
+        not differences,
+        "; ".join(differences[:3]) or f"{modules} modules, weights and configuration as before",
+    )
+
+
+def reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """What transformers' own greedy generate answers."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+        )
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
+
+
+def _compare(name: str, got: list[list[int]], wanted: list[list[int]], hint: str) -> Row:
+    for number, (a, b) in enumerate(zip(got, wanted, strict=True), start=1):
+        if a != b:
+            pairs = zip(a, b, strict=False)
+            at = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+            return Row(name, False, f"prompt {number} differs from token {at} on{hint}")
+    return Row(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
+
+
+def _rounding_hint(model: Any) -> str:
+    if model.dtype == torch.float32:
+        return ""
+    return f"; in {str(model.dtype).removeprefix('torch.')} that may be a rounding tie, which float32 decides"
+
+
+def _fail_on_purpose(
+    model: Any, engine: Engine, plan: Plan | None, prompt: list[int], allow_other_weights: bool
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise _Deliberate
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: engine.generate([prompt], 4, do_sample=False, stopping_criteria=[interrupt])
+    ]
+    if plan is not None:
+
+        def inside_applied() -> None:
+            with applied(model, plan, allow_other_weights=allow_other_weights):
+                raise _Deliberate
+
+        attempts.append(inside_applied)
+    for attempt in attempts:
+        try:
+            attempt()
+        except _Deliberate:
+            continue
+        raise DepthDecayError("an error raised while decoding did not reach the caller")
+
+
+def model_state(model: Any) -> dict[str, Any]:
+    """All that a wrapper could have left changed: attributes, methods, weights, configuration."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        own = module.__dict__
+        state[f"attributes of {name or 'the model'}"] = frozenset(own)
+        # Methods that hide the class's own; transformers, accelerate and PEFT put some there, which must stay.
+        state[f"methods of {name or 'the model'}"] = {key: id(value) for key, value in own.items() if callable(value)}
+        state[f"hooks of {name or 'the model'}"] = forward_hooks(module)
+        state[f"training flag of {name or 'the model'}"] = module.training
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        state[f"tensor {name}"] = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), _checksum(tensor))
+    state["configuration"] = model.config.to_dict()
+    generation_config = getattr(model, "generation_config", None)
+    state["generation_config"] = None if generation_config is None else generation_config.to_dict()
+    return state
+
+
+def state_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    names = [*before, *(name for name in after if name not in before)]
+    return [f"{name} changed" for name in names if before.get(name) != after.get(name)]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "meta":
+        return 0  # offloaded: the weights are elsewhere
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # Of the bits as whole numbers: a sum of floats depends on its order and is blind to NaN.
+    flat = tensor.detach().contiguous().flatten()
+    return int(flat.view(sizes[tensor.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0

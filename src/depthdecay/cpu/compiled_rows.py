@@ -1,0 +1,98 @@
+"""Passes on a CPU as one compiled call: texts at their own positions and depths, over keys and values in blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from depthdecay.cpu import kernel_library as native
+from depthdecay.cpu.compiled_stack import CpuStack
+from depthdecay.cpu.threads import threads
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
+from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
+from depthdecay.runners.kv_blocks import BLOCK, Blocks
+
+# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
+FEW_TOKENS = 16
+
+
+class CompiledRows:
+    """The passes of some texts. Weights are those of the time when this is made."""
+
+    def __init__(self, stack: CpuStack, blocks: Blocks, repairs: Repairs) -> None:
+        self.stack, self.blocks, self.repairs = stack, blocks, repairs
+        pointers = ctypes.c_void_p * stack.num_layers
+        stores = [blocks.store(layer) for layer in range(stack.num_layers)]
+        self.keys = pointers(*(store.keys.data_ptr() for store in stores))
+        self.values = pointers(*(store.values.data_ptr() for store in stores))
+        self.halves = stores[0].keys.dtype == torch.bfloat16
+
+    @classmethod
+    def of(cls, stack: Stack, blocks: Blocks, repairs: Repairs) -> CompiledRows | None:
+        """Where the model has a compiled pass and is still as it was when that was tried."""
+        return cls(stack, blocks, repairs) if isinstance(stack, CpuStack) and stack.refresh() else None
+
+    def takes(self, tokens: int) -> bool:
+        """Whether passes over so many tokens run here; rounded weights are nowhere else."""
+        return tokens <= FEW_TOKENS or self.stack.is_rounded
+
+    @torch.no_grad()
+    def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
+        stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
+        ids = torch.tensor(tokens.ids) if ask.fed is None else ask.fed
+        state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
+        cosine, sine = stack.angles_at(tokens.positions)
+        model = stack.weights if ask.short is None else stack.shortened(ask.short)
+        logits = torch.empty((len(tokens.wanted), model.head.rows))
+        numbers = ctypes.c_int64 * len(tokens.ids)
+        arguments = native.Pass(
+            tokens=len(tokens.ids),
+            batch=self.blocks.table.shape[1],
+            row=numbers(*tokens.slots),
+            column=numbers(*tokens.positions),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            state=state.data_ptr(),
+            keys=self.keys,
+            values=self.values,
+            table=self.blocks.table.data_ptr(),
+            most=self.blocks.table.shape[2],
+            block=BLOCK,
+            halves=self.halves,
+            segments=len(profile.segments),
+            wanted=(ctypes.c_int64 * len(tokens.wanted))(*tokens.wanted),
+            logits=logits.data_ptr(),
+            threads=threads(),
+        )
+        states, first, executed = {}, 0, 0
+        with stack.exclusive():
+            # A call up to each layer whose state is wanted, and one for the rest.
+            for last in sorted({*ask.states, stack.num_layers - 1}):
+                stretch = range(first, last + 1)
+                self._give_layers(arguments, profile, stretch)
+                arguments.logits_wanted = len(tokens.wanted) if stretch.stop == stack.num_layers else 0
+                executed += stack.code.run(model, arguments)
+                if last in ask.states:
+                    states[last] = state.clone()
+                first = stretch.stop
+        assert executed == sum(count > 0 for count in profile.counts)
+        return Said(logits, profile.counts, None if ask.short is None else ask.short.ids, states=states)
+
+    def _give_layers(self, arguments: native.Pass, profile: Profile, stretch: range) -> None:
+        """Let a call run these layers only, and the maps in their places."""
+        layers = self.stack.num_layers
+        counts = (count if layer in stretch else 0 for layer, count in enumerate(profile.counts))
+        arguments.running = (ctypes.c_int64 * layers)(*counts)
+        segments = (native.Segment * len(profile.segments))()
+        for place, (depth, (first, held)) in enumerate(profile.segments.items()):
+            maps = self.stack.maps_at(self.repairs, depth)
+            if len(stretch) < layers:
+                own = (ctypes.POINTER(native.Map) * layers)()
+                own[stretch.start : stretch.stop] = maps[stretch.start : stretch.stop]
+                maps = own
+            segments[place] = native.Segment(first, held, maps)
+        arguments.segment = segments

@@ -1,0 +1,174 @@
+"""The compiled pass: kernels.cpp built once a machine, kept on disk, and called through ctypes.
+
+Plain C on both sides: no headers of Python or torch are needed, so any C++ compiler will do, and it takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from pathlib import Path
+
+from depthdecay.errors import one_line
+from depthdecay.files import cache_folder, made_aside
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-w")
+# The processor's own instructions, as far as the compiler knows the names; the last is for those that know none.
+_WIDE = ("-march=native", "-mprefer-vector-width=512")
+_TUNED: tuple[tuple[str, ...], ...] = (_WIDE, ("-march=native",), ("-mcpu=native",), ())
+_COMPILERS = ("c++", "g++", "clang++")
+_TIMEOUT_SECONDS = 300
+
+
+class Unavailable(Exception):
+    """Why there is no compiled pass here; the caller goes on without."""
+
+
+class Matrix(Structure):
+    _fields_ = [("data", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64), ("kind", c_int64)]
+
+
+class Layer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        ("window", c_int64),
+    ]
+
+
+class Map(Structure):
+    _fields_ = [(name, Matrix) for name in ("down", "up", "gate", "lift", "out")]
+
+
+class Segment(Structure):
+    _fields_ = [("first", c_int64), ("count", c_int64), ("map", POINTER(POINTER(Map)))]
+
+
+class Model(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "heads", "key_value_heads", "head_size", "neurons", "layers")),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        ("layer", POINTER(Layer)),
+        ("final_norm", c_void_p),
+        ("head", Matrix),
+    ]
+
+
+class Pass(Structure):
+    _fields_ = [
+        ("tokens", c_int64),
+        ("batch", c_int64),
+        *((name, POINTER(c_int64)) for name in ("row", "column")),
+        *((name, c_void_p) for name in ("cosine", "sine", "state")),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("table", c_void_p),
+        ("most", c_int64),
+        ("block", c_int64),
+        ("halves", c_int64),
+        ("running", POINTER(c_int64)),
+        ("segment", POINTER(Segment)),
+        ("segments", c_int64),
+        ("wanted", POINTER(c_int64)),
+        ("logits_wanted", c_int64),
+        ("logits", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+class Library:
+    """The loaded code."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            code = ctypes.CDLL(str(file))
+            code.depthdecay_sizes.restype = c_int64
+            sizes = code.depthdecay_sizes()
+            code.depthdecay_pass.argtypes = [POINTER(Model), POINTER(Pass)]
+            code.depthdecay_pass.restype = c_int64
+        except (OSError, AttributeError) as error:
+            raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
+        if sizes != ctypes.sizeof(Model) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
+            raise Unavailable("the compiled pass lays its structures out in another way")
+        self.run = code.depthdecay_pass
+
+
+@functools.cache
+def library() -> Library:
+    """The compiled pass of this machine, from the cache where it is there; `Unavailable` says why not."""
+    if os.environ.get(OFF) == "0":
+        raise Unavailable(f"{OFF}=0 switches compiled code off")
+    if sys.byteorder != "little":
+        raise Unavailable("packed weights are laid out for processors that put the low byte first")
+    compiler = find_compiler()
+    file = cache_folder() / "kernels" / f"{_key(compiler)}.so"
+    if file.is_file():
+        try:
+            return Library(file)
+        except Unavailable:
+            pass  # damaged: built anew below
+    build(compiler, file)
+    return Library(file)
+
+
+def find_compiler() -> str:
+    """$CXX, or the first of the usual names."""
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        found = shutil.which(name) if name else None
+        if found is not None:
+            return found
+    raise Unavailable("there is no C++ compiler (c++, g++ or clang++)")
+
+
+def build(compiler: str, file: Path) -> None:
+    """Compile aside: another process sees the whole file or none."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with made_aside(file) as made:
+            _compile(compiler, made)
+    except OSError as error:
+        raise Unavailable(f"the compiled pass cannot be written to {file.parent}: {one_line(error)}") from error
+
+
+def _compile(compiler: str, made: Path) -> None:
+    said = ""
+    for tuned in _TUNED:
+        done = _run([compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
+        if done.returncode == 0:
+            return
+        said = said or done.stderr
+    raise Unavailable(f"{Path(compiler).name} cannot compile the pass: {one_line(said)}")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"the compiler {Path(command[0]).name} does not run: {one_line(error)}") from error
+
+
+def _key(compiler: str) -> str:
+    """By source, compiler and processor: a home folder may be shared by machines of different kinds."""
+    parts = (SOURCE.read_text(encoding="utf-8"), _run([compiler, "--version"]).stdout, repr(_FLAGS), repr(_TUNED))
+    return hashlib.sha256("\0".join((*parts, processor_features())).encode()).hexdigest()[:24]
+
+
+def processor_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = platform.processor()
+    return f"{platform.machine()} {flags}"

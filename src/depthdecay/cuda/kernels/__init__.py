@@ -1,0 +1,1 @@
+"""Kernels in Triton: products with few rows, attention of a few tokens."""

@@ -1,0 +1,438 @@
+"""The fast path: prefill, decode by plan, stream text. `Engine(model, tokenizer, plan).generate(prompts)`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from depthdecay.engine.mailbox import Mailbox
+from depthdecay.engine.request import Request, prepare_request
+from depthdecay.engine.result import Answer, Piece, Result, Stream
+from depthdecay.engine.sampling import Sampler, sequence_keys
+from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.model.kv_cache import room_for, rooms
+from depthdecay.model.layers import Stack, primary_device, require_eval, unwrap
+from depthdecay.model.repairs import Repairs, repairs_for
+from depthdecay.model.weights_origin import Origin
+from depthdecay.plan.compatibility import check_plan
+from depthdecay.plan.plan import Plan
+from depthdecay.runners.block_runner import BlockRunner
+from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
+from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
+from depthdecay.speculative.drafters import Lane
+from depthdecay.speculative.expected_gain import LONGEST
+from depthdecay.speculative.host_lane import HostLane
+from depthdecay.speculative.lossless import LosslessRun
+from depthdecay.speculative.short_head import ShortHead
+
+if TYPE_CHECKING:
+    from depthdecay.batching import Batcher
+    from depthdecay.cuda.chain import Chain
+    from depthdecay.cuda.pass_graphs import PassGraphs
+
+MODES = ("full", "decay", "lossless")
+PREFILL_TOKENS = 2048  # of several texts that are read together
+
+Lent = TypeVar("Lent")
+
+
+class Engine:
+    """Decodes with a model by a plan. Without a plan every token runs all layers.
+
+    The model is changed only while a call runs, and left exactly as it was found. On a CPU `quantize` (none, int8,
+    int4) says how its weights are read; `origin`, which `load` gives, keeps what was rounded for the next start, and
+    `fast=False` leaves passes to the model's own forward.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        plan: Plan | None = None,
+        *,
+        compile: bool = False,
+        graphs: bool | None = None,
+        allow_other_weights: bool = False,
+        repairs: Repairs | None = None,
+        drafter: Plan | None = None,
+        quantize: str | None = None,
+        origin: Origin | None = None,
+        fast: bool | None = None,
+    ) -> None:
+        self.stack = _open(model, quantize, origin, fast)
+        require_eval(self.stack.model)
+        self.tokenizer = tokenizer
+        self.full_plan = Plan.full(self.stack.num_layers)
+        self.plan = plan
+        drafter = plan or drafter
+        if drafter is not None:
+            check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
+        self.repairs = repairs_for(self.stack, drafter, repairs)
+        self.device = primary_device(self.stack.model)
+        self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
+        if self.uses_graphs and self.device.type != "cuda":
+            raise DepthDecayError(f"CUDA graphs need a CUDA device, but the model is on {self.device}")
+        if compile and not self.uses_graphs:
+            warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
+        self.compiled = _compiled_layers() if compile and self.uses_graphs else None
+        self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
+        # What is kept for the next request: graphs with the cache that they belong to, and what drafting has taught.
+        self._steps: Kept[PassGraphs] = Kept()
+        self._chain: Kept[Chain] = Kept()
+        self._sampled: Kept[BlockRunner] = Kept()
+        self._rows: Kept[Batcher] = Kept()
+        self._drafting: Drafting | None = None
+        self._short_head: ShortHead | None = None
+        self._lock = threading.Lock()
+
+    def _can_use_graphs(self) -> bool:
+        spread = len(set((getattr(self.stack.model, "hf_device_map", None) or {}).values())) > 1
+        return self.device.type == "cuda" and not spread
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        max_new_tokens: int | None = None,
+        *,
+        mode: str | None = None,
+        **settings: Any,
+    ) -> list[Result]:
+        """Answer all prompts in one batch; a Result each, in order.
+
+        A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
+        of token ids. Settings, where not given, come from the model's generation_config: do_sample, temperature, top_k,
+        top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
+        """
+        request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
+        results = self._new_results(request, self._mode(mode, request))
+        for _ in self._decoded(request, results):
+            pass
+        return results
+
+    def stream(
+        self, prompt: Any, max_new_tokens: int | None = None, *, mode: str | None = None, **settings: Any
+    ) -> Stream:
+        """Answer one prompt piece by piece: no piece holds half a character or a part of a stop string."""
+        if self.tokenizer is None:
+            raise DepthDecayError("streaming text needs a tokenizer; Engine(model, tokenizer, plan) takes one")
+        request = prepare_request(self, [prompt], max_new_tokens, settings)
+        results = self._new_results(request, self._mode(mode, request))
+        pieces = (pieces[0] for pieces in self._decoded(request, results) if pieces[0])
+        return Stream(pieces, results[0])
+
+    def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        require_eval(self.stack.model)
+        self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
+        if results[0].mode != "lossless":
+            return self._decode(request, results)
+        if request.stopping_criteria:
+            raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
+        return self._decode_lossless(request, results)
+
+    @property
+    def step_mode(self) -> str:
+        """Token by token: by the plan, or where there is none at full depth."""
+        return "full" if self.plan is None else "decay"
+
+    def _mode(self, mode: str | None, request: Request) -> str:
+        """Where none is given: by the plan, and without one the full model's answer, in windows where they can pay."""
+        if mode is None:
+            mode = "lossless" if self.plan is None and self._suits_windows(request) else self.step_mode
+        if mode not in MODES:
+            raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
+        if mode == "decay" and self.plan is None:
+            raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
+        return mode
+
+    def _suits_windows(self, request: Request) -> bool:
+        """One row, since rows share windows; on CUDA greedy, since only then the device goes on by itself."""
+        if len(request.prompts) > 1 or request.stopping_criteria:
+            return False
+        return not (self.uses_graphs and request.generation_config.do_sample)
+
+    def _new_results(self, request: Request, mode: str) -> list[Result]:
+        return [Result.of(self.stack.num_layers, prompt, request, mode) for prompt in request.prompts]
+
+    def _decode(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
+        started = time.perf_counter()
+        plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
+        rows = [Answer(result, self.tokenizer, request) for result in results]
+        with self._lock_step_runner(plan, request) as runner:
+            sampler = self._sampler(request)
+            mailbox = Mailbox(self.device, len(rows))
+            sent: list[int] = []  # layers of every step that was started
+            tokens = None
+            for index in range(request.max_new_tokens):
+                # Gradients are off within each pass only: a consumer's code runs between them.
+                with torch.no_grad():
+                    said = runner.run(_parts(request.prompts, plan, index), Ask(fed=tokens))
+                    tokens, stopped = self._pick(said, sampler, request, index)
+                    mailbox.post(tokens)
+                sent.append(said.layers_executed)
+                if index == 0:
+                    mailbox.wait()
+                    prefill_seconds = time.perf_counter() - started
+                is_last = index == request.max_new_tokens - 1
+                for number, arrived in mailbox.collect(everything=is_last or stopped is not None):
+                    taken = zip(rows, arrived, strict=True)
+                    yield [Piece(row.take(token, sent[number]), sent[number]) for row, token in taken]
+                for row, stop in zip(rows, stopped or [], strict=stopped is not None):
+                    if stop and not row.finished:
+                        row.end("stop")
+                if all(row.finished for row in rows):
+                    break
+            cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
+        # Steps that were started before the host knew that all rows had ended.
+        overrun = sum(sent[mailbox.collected :])
+        rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
+        for result in results:
+            result.overrun_layers += overrun
+            result.seconds = time.perf_counter() - started
+            result.prefill_seconds = prefill_seconds
+            result.cache_bytes = cache_bytes
+            result.cache_bytes_saved = uniform - cache_bytes
+        if any(rest):
+            yield rest
+
+    def _pick(
+        self, said: Said, sampler: Sampler, request: Request, index: int
+    ) -> tuple[torch.Tensor, list[bool] | None]:
+        """The tokens T_index; where the user gave stopping criteria, ask them which rows end."""
+        criteria = request.stopping_criteria
+        if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
+            return said.likeliest, None
+        tokens, scores = sampler.pick(said.logits, index)
+        if sampler.processors or criteria:
+            sampler.record(tokens, index)
+        if not criteria:
+            return tokens, None
+        stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
+        return tokens, stopped
+
+    @contextlib.contextmanager
+    def _lock_step_runner(self, plan: Plan, request: Request) -> Iterator[Runner]:
+        """Passes for one batch: new on a CPU; on CUDA the kept graphs where they fit and no other batch uses them."""
+        batch, new_tokens = len(request.prompts), request.max_new_tokens
+        if not self.uses_graphs:
+            yield self._block_runner([rooms(plan, len(p), new_tokens, in_buckets=False) for p in request.prompts])
+            return
+        from depthdecay.cuda.pass_graphs import PassGraphs
+
+        longest = max(map(len, request.prompts))
+
+        def fits(kept: PassGraphs) -> bool:
+            needs = rooms(plan, longest, new_tokens, in_buckets=False)
+            return kept.plan is plan and kept.batch == batch and kept.has_room(needs)
+
+        def make() -> PassGraphs:
+            room = rooms(plan, room_for(longest, batch), new_tokens, in_buckets=True)
+            return PassGraphs(self.stack, plan, self.repairs, self.compiled, batch=batch, rooms=room)
+
+        with self._steps.lent(fits, make) as graphs:
+            yield graphs
+
+    def _block_runner(self, room: Sequence[Sequence[int]]) -> BlockRunner:
+        return BlockRunner(self.stack, Blocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
+
+    def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """The same story in windows: each yields some tokens, all of them the full model's."""
+        if len(results) == 1:
+            for piece in self._decode_windows(request, results, 0):
+                yield [piece]
+            return
+        try:
+            yield from self._decode_windows_of_rows(request, results)
+        except UnsupportedModelError:  # by batches; then one text after the other
+            for row in range(len(results)):
+                for piece in self._decode_windows(request, results, row):
+                    yield [piece if place == row else Piece("", piece.depth) for place in range(len(results))]
+
+    def _decode_windows(self, request: Request, results: list[Result], row: int) -> Iterator[Piece]:
+        """One text."""
+        started, layers = time.perf_counter(), self.stack.num_layers
+        prompt, result, drafting = request.prompts[row], results[row], self._prepared_drafting()
+        answer = Answer(result, self.tokenizer, request)
+        sampler = self._sampler(request, row)
+        with self._lane(prompt, request, sampler, drafting) as lane:
+            run = LosslessRun(
+                lane,
+                prompt,
+                sampler,
+                drafting,
+                result,
+                new_tokens=request.max_new_tokens,
+                window=request.window,
+                lookup=request.lookup,
+                short_head=self._short_head,
+                other_lane=lambda: self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting),
+            )
+            for number, tokens in enumerate(run.windows()):
+                if number == 0:
+                    result.prefill_seconds = time.perf_counter() - started
+                text = ""
+                for token, source in zip(tokens, run.sources, strict=False):
+                    if not answer.finished:
+                        text += answer.take(token, layers)
+                        result.draft_depths.append(source)
+                run.is_active = not answer.finished
+                yield Piece(text, layers)
+            result.cache_bytes = run.lane.cache_bytes
+        rest = answer.finish_text()
+        result.seconds = time.perf_counter() - started
+        if rest:
+            yield Piece(rest, layers)
+
+    @contextlib.contextmanager
+    def _lane(self, prompt: list[int], request: Request, sampler: Sampler, drafting: Drafting) -> Iterator[Lane]:
+        """Where one text's windows run: on CUDA by graphs, greedy ones by graphs that feed each other."""
+        if not self.uses_graphs:
+            yield self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting)
+            return
+        positions = len(prompt) + request.max_new_tokens
+        if not sampler.is_plain_greedy:
+
+            def make_runner() -> BlockRunner:
+                runner = self._text_runner(prompt, request)
+                runner.use_graphs(self.compiled, LONGEST + 1)
+                return runner
+
+            with self._sampled.lent(lambda kept: kept.blocks.longest >= positions + LONGEST + 1, make_runner) as runner:
+                yield self._host_lane(runner, prompt, sampler, drafting)
+            return
+        from depthdecay.cuda.chain import Chain
+        from depthdecay.cuda.pass_graphs import PassGraphs
+
+        def make_chain() -> Chain:
+            room = [Chain.room_for(positions)] * self.stack.num_layers
+            passes = PassGraphs(self.stack, self.drafting_plan, self.repairs, self.compiled, batch=1, rooms=room)
+            return Chain(passes, self._short_head, drafting.pace)
+
+        with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
+            yield chain
+
+    def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:
+        return HostLane(runner, self.drafting_plan, sampler, self._short_head, drafting.pace, len(prompt))
+
+    def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
+        """Passes of one text, with room for a window behind it."""
+        positions = len(prompt) + request.max_new_tokens + LONGEST + 1
+        if self.uses_graphs:
+            positions = room_for(positions, 1)
+        return self._block_runner([[positions] * self.stack.num_layers])
+
+    def _decode_windows_of_rows(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+        """Several texts: as a server's batch has them, each in windows of its own."""
+        from depthdecay.batching import Batcher, BatchSettings
+
+        started, count = time.perf_counter(), len(results)
+        request = replace(request, own_limits=[request.max_new_tokens] * count)
+        positions = max(map(len, request.prompts)) + request.max_new_tokens
+        settings = BatchSettings(count, PREFILL_TOKENS, cohort_seconds=0, max_positions=positions)
+
+        def fits(kept: Batcher) -> bool:
+            return kept.settings.max_batch == count and kept.max_positions >= positions
+
+        def make() -> Batcher:
+            return Batcher(self, settings)
+
+        # Only graphs take long to make; a new batch sees weights that have changed since.
+        lent = self._rows.lent(fits, make) if self.uses_graphs else contextlib.nullcontext(make())
+        with lent as batcher:
+            samplers = [self._sampler(request, row) for row in range(count)]
+            ids = batcher.submit(request, mode="lossless", into=list(zip(results, samplers, strict=True)))
+            places = {number: place for place, number in enumerate(ids)}
+            try:
+                while not batcher.is_idle:
+                    pieces = [""] * count
+                    for update in batcher.step():
+                        if update.error is not None:
+                            raise update.error
+                        pieces[places[update.id]] += update.text
+                    yield [Piece(piece, self.stack.num_layers) for piece in pieces]
+            finally:
+                for number in ids:
+                    batcher.cancel(number)
+            cache_bytes = batcher.blocks.nbytes
+        for result in results:
+            result.seconds = time.perf_counter() - started
+            result.cache_bytes = cache_bytes
+
+    def _prepared_drafting(self) -> Drafting:
+        """What this engine has learnt about drafting, and the drafts' own output matrix."""
+        with self._lock:
+            if self._drafting is None or (self._short_head is not None and not self._short_head.is_for(self.stack)):
+                self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
+                self._chain = Kept()
+                self._drafting = drafting_for(self.stack, self.drafting_plan, self.repairs, self._short_head)
+            return self._drafting
+
+    def _sampler(self, request: Request, row: int | None = None) -> Sampler:
+        """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate."""
+        own = slice(None) if row is None else slice(row, row + 1)
+        length = max(map(len, request.prompts))
+        ids = [[request.pad_token_id] * (length - len(prompt)) + prompt for prompt in request.prompts[own]]
+        return Sampler(
+            self.stack.model,
+            request.generation_config,
+            torch.tensor(ids, device=self.device),
+            logits_processor=request.logits_processor,
+            keys=sequence_keys(request.seed, request.prompts)[own] if request.seed is not None else [],
+            max_new_tokens=request.max_new_tokens,
+        )
+
+
+def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Part]:
+    """What every row brings to the pass that says T_index: its prompt, or the token before, which the device has."""
+    if index == 0:
+        return [Part(row, 0, prompt, plan.num_layers, plan) for row, prompt in enumerate(prompts)]
+    depth = plan.depth(index)
+    return [Part(row, len(prompt) + index - 1, FED, depth, plan) for row, prompt in enumerate(prompts)]
+
+
+def _open(model: Any, quantize: str | None, origin: Origin | None, fast: bool | None) -> Stack:
+    """The model's layers, with compiled passes where it is on a CPU."""
+    if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
+        return Stack.of(model)
+    from depthdecay.cpu.compiled_stack import open_stack
+
+    return open_stack(model, quantize=quantize, origin=origin, fast=fast)
+
+
+def _compiled_layers() -> Any:
+    from depthdecay.cuda.compiled_layers import CompiledLayers
+
+    return CompiledLayers()
+
+
+class Kept(Generic[Lent]):
+    """The last of something that takes long to make, lent to one request at a time."""
+
+    def __init__(self) -> None:
+        self.last: Lent | None = None
+        self._is_lent = False
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def lent(self, fits: Callable[[Lent], bool], make: Callable[[], Lent]) -> Iterator[Lent]:
+        """The kept one where it fits and nobody else has it; else a new one, which is kept unless another is lent."""
+        with self._lock:
+            free = not self._is_lent
+            if free and self.last is not None and not fits(self.last):
+                self.last = None  # its memory is free before the next one takes more
+            lent = self.last if free and self.last is not None else make()
+            if free:
+                self.last, self._is_lent = lent, True
+        try:
+            yield lent
+        finally:
+            if free:
+                self._is_lent = False

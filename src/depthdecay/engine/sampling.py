@@ -1,0 +1,194 @@
+"""How the next token is picked: transformers' own processors, and noise keyed by (seed, sequence, token index).
+
+Rows may be at different places of their texts, and drafts are picked as the tokens that they stand for: since noise is
+keyed by a token's index, a draft, its verification and plain decoding draw the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from depthdecay.internals import logits_processors
+
+_MASK32 = 0xFFFFFFFF
+
+
+def sequence_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """One key a sequence, from the seed, the prompt, and how often the same prompt came before it in the batch.
+
+    So a seeded prompt draws the same numbers alone and in any batch, and a prompt given twice still draws two samples.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    keys = []
+    for prompt in prompts:
+        ids = tuple(prompt)
+        material = f"{seed}/{seen[ids]}/{','.join(map(str, ids))}".encode()
+        keys.append(int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little"))
+        seen[ids] += 1
+    return keys
+
+
+def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
+    """Keys of every step as a (sequence, token) tensor, moved once so that no step waits for a copy."""
+    low = torch.tensor([[k & _MASK32] for k in keys], dtype=torch.int64)
+    high = torch.tensor([[(k >> 32) & _MASK32] for k in keys], dtype=torch.int64)
+    index = torch.arange(tokens, dtype=torch.int64).unsqueeze(0)
+    return _mix(_mix(index * 0x9E3779B1 + low) + high).to(device)
+
+
+def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Standard Gumbel noise, a row per key: argmax(logits + noise) is a draw from softmax(logits).
+
+    A counter-based hash instead of a generator: it needs no state, gives the same numbers on every device, and the
+    noise of one row does not depend on the other rows.
+    """
+    lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) * 0x85EBCA77
+    bits = _mix(_mix(lanes.unsqueeze(0) + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """The greedy choice of each row. On a CPU by numpy: torch wakes its threads for it, which then stand in the way."""
+    if scores.device.type == "cpu" and not scores.requires_grad:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Murmur3's 32-bit finaliser, in 64-bit integers so that shifts are logical on every device."""
+    x = x & _MASK32
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
+    return x ^ (x >> 16)
+
+
+class Sampler:
+    """Turns a step's logits into tokens on the device, without waiting for it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: Any,
+        prompt_ids: torch.Tensor,
+        *,
+        logits_processor: Sequence[Any] | None,
+        keys: Sequence[int],
+        max_new_tokens: int,
+    ) -> None:
+        device = prompt_ids.device
+        self.processors: LogitsProcessorList = logits_processors(model, generation_config, prompt_ids, logits_processor)
+        self.is_sampling = bool(generation_config.do_sample)
+        self.keys = step_keys(keys, max_new_tokens, device) if self.is_sampling else None
+        batch, prompt_length = prompt_ids.shape
+        self.prompt_length = prompt_length
+        self.history = torch.zeros((batch, prompt_length + max_new_tokens), dtype=torch.long, device=device)
+        self.history[:, :prompt_length] = prompt_ids
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Argmax and nothing else, which a captured graph does by itself."""
+        return not self.is_sampling and not self.processors
+
+    def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens T_index of all rows, and the processed scores that they were picked from.
+
+        `ahead`: of a single row, tokens behind those on record that come before T_index, such as drafts.
+        """
+        scores = logits.to(torch.float32)
+        if self.processors:
+            text = self.text(index - len(ahead))
+            if ahead:
+                text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
+            scores = self.processors(text, scores)
+        if self.keys is None:
+            return likeliest(scores), scores
+        return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
+
+    def noise_keys(self, index: int) -> torch.Tensor:
+        """Of all rows at T_index; places behind the last token are looked at, and thrown away."""
+        assert self.keys is not None
+        return self.keys[:, min(index, self.keys.shape[1] - 1)]
+
+    def record(self, tokens: torch.Tensor | int, index: int) -> None:
+        """Let processors and criteria see the tokens T_index."""
+        if index < self.history.shape[1] - self.prompt_length:
+            self.history[:, self.prompt_length + index] = tokens
+
+    def text(self, index: int) -> torch.Tensor:
+        """Prompt and the tokens before T_index, as processors and stopping criteria expect them."""
+        return self.history[:, : self.prompt_length + index]
+
+
+# Processors that look at the scores alone; all others read the row's own text.
+_BLIND = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+
+
+def alike(sampler: Sampler) -> tuple[Any, ...] | None:
+    """What two rows must have in common to be picked together; None where a row's text plays a part."""
+    settings = []
+    for processor in sampler.processors:
+        name = type(processor).__name__
+        if name not in _BLIND:
+            return None
+        settings.append((name, getattr(processor, _BLIND[name])))
+    return (sampler.is_sampling, *settings)
+
+
+def pick_tokens(
+    samplers: Sequence[Sampler],
+    indices: Sequence[int],
+    logits: torch.Tensor,
+    ahead: Sequence[Sequence[int]] | None = None,
+) -> list[int]:
+    """T_index of each row, as its own sampler alone would pick it; rows that are picked alike are picked together.
+
+    `ahead`: by row, tokens behind those on record that come before T_index. Nothing is recorded here.
+    """
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        kind = alike(sampler)
+        groups[("alone", row) if kind is None else kind].append(row)
+    tokens = []
+    for rows in groups.values():
+        own, first = rows_of(logits, rows), rows[0]
+        if len(rows) == 1:
+            tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first])[0])
+        else:
+            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own))
+    order = [row for rows in groups.values() for row in rows]
+    picked = [0] * len(samplers)
+    for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the one wait for the device
+        picked[row] = token
+    return picked
+
+
+def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    scores = logits.to(torch.float32)
+    if samplers[0].processors:
+        scores = samplers[0].processors(samplers[0].history[:0], scores)
+    if not samplers[0].is_sampling:
+        return likeliest(scores)
+    keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
+    return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+
+
+def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows, without waiting for the device: an index in plain memory would be copied only when it is idle."""
+    if len(rows) == len(logits):
+        return logits
+    index = torch.tensor(rows)
+    if logits.is_cuda:
+        index = index.pin_memory().to(logits.device, non_blocking=True)
+    return logits.index_select(0, index)

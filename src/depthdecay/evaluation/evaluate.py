@@ -1,0 +1,202 @@
+"""One evaluation from beginning to end: prompts, plans, answers, scores, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from depthdecay.cpu.compiled_stack import open_stack
+from depthdecay.engine.request import PLAIN_GREEDY
+from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.evaluation.answers import Answerer, Answers, Questions
+from depthdecay.evaluation.gsm8k import EXEMPLARS
+from depthdecay.evaluation.methods import Contender, contenders
+from depthdecay.evaluation.report import CostSpeedup, Report, Row, compare, make_row
+from depthdecay.evaluation.task import Score, Task
+from depthdecay.evaluation.work_file import WorkFile, digest
+from depthdecay.files import write_whole
+from depthdecay.model.costs import Costs
+from depthdecay.model.layers import Stack
+from depthdecay.model.load import LoadedModel
+from depthdecay.model.prompts import prompt_ids
+from depthdecay.plan.compatibility import check_plan
+from depthdecay.plan.identity import identity
+from depthdecay.plan.plan import Plan
+
+_WORK_FORMAT = 1  # of the batches in work files
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, and how it is asked."""
+
+    methods: tuple[str, ...] = ("full",)
+    speedups: tuple[float, ...] = ()
+    over_tokens: int = 256
+    batch: int = 64
+    max_new_tokens: int | None = None  # None: the task's own
+    chat: bool | None = None  # None: for models that have a chat template
+    allow_other_weights: bool = False
+    quantize: str | None = None  # on a CPU
+
+
+def evaluate(
+    loaded: LoadedModel,
+    task: Task,
+    settings: Settings,
+    plan: Plan | None = None,
+    *,
+    work: WorkFile | None = None,
+    answers_file: Path | None = None,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Report:
+    """Run every method on every question. A batch that the work file has is not run again."""
+    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin)
+    if plan is not None:
+        _refuse_early(plan, stack, settings.allow_other_weights)
+    chat = bool(getattr(loaded.tokenizer, "chat_template", None)) if settings.chat is None else settings.chat
+    questions = ask_all(loaded, task, settings, chat)
+    _require_room(stack, questions)
+    methods = contenders(
+        settings.methods,
+        settings.speedups,
+        stack,
+        settings.over_tokens,
+        plan,
+        lambda: block_influence(loaded.tokenizer, stack, plan),
+    )
+    report = Report(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
+    answerer = Answerer(
+        loaded.model,
+        loaded.tokenizer,
+        questions,
+        work or WorkFile(None),
+        _run_key(loaded, questions, settings.quantize),
+        settings.quantize,
+        loaded.origin,
+    )
+    told: list[str] = []
+    for contender in methods:
+        say = partial(_say, progress, contender.title)
+        answers = answerer.ask(contender.plan, settings.allow_other_weights, say, contender.mode)
+        progress(f"{contender.title}: scoring")
+        scores = score_all(task, answers)
+        told += _told(contender, answers, scores)
+        report.rows.append(_row(contender, stack, settings, answers, scores, task))
+    report.comparisons = compare(report.rows)
+    if answers_file is not None:
+        write_whole(answers_file, "".join(told))
+    return report
+
+
+def _say(progress: Callable[[str], None], title: str, message: str) -> None:
+    progress(f"{title}: {message}")
+
+
+def ask_all(loaded: LoadedModel, task: Task, settings: Settings, chat: bool) -> Questions:
+    """The task's prompts as token ids."""
+    prompts = [prompt_ids(loaded.tokenizer, task.prompt(example, chat), chat=chat) for example in task.examples]
+    own = loaded.model.generation_config.stop_strings or []
+    stop = tuple([own] if isinstance(own, str) else own) + (() if chat else task.stop)
+    return Questions(prompts, settings.max_new_tokens or task.max_new_tokens, settings.batch, stop)
+
+
+def score_all(task: Task, answers: Answers) -> list[Score]:
+    """In threads: scoring may mean running programs."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(task.score, task.examples, [answer.text for answer in answers.answers]))
+
+
+def block_influence(tokenizer: Any, stack: Stack, plan: Plan | None) -> Sequence[float]:
+    """ShortGPT's scores: the plan's own, else measured on worked examples that belong to no test set."""
+    kept = plan.notes.get("block_influence") if plan is not None else None
+    if kept is not None:
+        return _layer_scores(kept, stack.num_layers)
+    from depthdecay.calibration.continuations import Continuation
+    from depthdecay.calibration.influence import block_influence as measure
+    from depthdecay.calibration.recording import Recording
+
+    texts = []
+    for asked, answered in EXEMPLARS:
+        begun = len(prompt_ids(tokenizer, f"Q: {asked}\nA:", chat=False))
+        ids = tuple(prompt_ids(tokenizer, f"Q: {asked}\nA: {answered}", chat=False))
+        texts.append(Continuation(ids[:begun], ids[begun:]))
+    return measure(Recording.of(stack, texts))
+
+
+def _layer_scores(kept: Any, num_layers: int) -> list[float]:
+    """A plan's notes are free, and may come from anybody."""
+    fits = isinstance(kept, list) and len(kept) == num_layers
+    if not fits or not all(type(score) in (int, float) and abs(score) <= sys.float_info.max for score in kept):
+        raise DepthDecayError(
+            f"the plan's note block_influence is {one_line(repr(kept), 60)}; shortgpt needs {num_layers} finite "
+            "numbers there, one a layer"
+        )
+    return [float(score) for score in kept]
+
+
+def _row(
+    contender: Contender, stack: Stack, settings: Settings, answers: Answers, scores: list[Score], task: Task
+) -> Row:
+    # Once a row: it reads the plan's repairs, and answers have many lengths.
+    plan = contender.plan if contender.mode is None else None
+    cost: CostSpeedup = (lambda n_tokens: 1.0) if plan is None else partial(Costs(stack, plan).speedup, plan)
+    return make_row(contender, stack.num_layers, settings.over_tokens, answers, scores, task.examples, cost)
+
+
+def _refuse_early(plan: Plan, stack: Stack, allow_other_weights: bool) -> None:
+    """A plan of another model, before full depth has been run for an hour; the engine warns in its turn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_plan(plan, stack.model, allow_other_weights=allow_other_weights)
+
+
+def _require_room(stack: Stack, questions: Questions) -> None:
+    longest, limit = max(map(len, questions.prompts)), stack.context_limit()
+    if limit is not None and longest + questions.max_new_tokens > limit:
+        raise DepthDecayError(
+            f"the longest prompt has {longest} tokens, which with {questions.max_new_tokens} new ones exceeds the "
+            f"model's context of {limit}; take fewer --max-new-tokens or --shots"
+        )
+
+
+def _run_key(loaded: LoadedModel, questions: Questions, quantize: str | None) -> str:
+    """Everything but the plan that decides an answer, and how it is timed."""
+    model = loaded.model
+    place = [str(model.dtype), model.device.type, *([] if quantize is None else [quantize])]
+    return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), PLAIN_GREEDY])
+
+
+def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Questions, chat: bool) -> dict[str, Any]:
+    data = task.options.data
+    return {
+        "data": Path(data).name if data is not None else None,
+        "data_digest": digest([dict(example.data) for example in task.examples]),
+        "questions": len(task.examples),
+        "asked": task.describe(chat),
+        "max_new_tokens": questions.max_new_tokens,
+        "stop": list(questions.stop),
+        "decoding": "greedy",
+        "batch": questions.batch,
+        "over_tokens": settings.over_tokens,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "quantize": settings.quantize,
+    }
+
+
+def _told(contender: Contender, answers: Answers, scores: Sequence[Score]) -> list[str]:
+    """Every answer as a line of JSON, for people who want to read what was scored."""
+    lines = []
+    for number, (answer, score) in enumerate(zip(answers.answers, scores, strict=True)):
+        line = {"method": contender.title, "question": number, "correct": score.correct, **asdict(answer)}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return lines

@@ -1,0 +1,104 @@
+"""The methods to compare: each as plans at the same layer budgets, full depth once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from depthdecay.errors import DepthDecayError
+from depthdecay.plan.peer_rules import plan_for_budget
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import exact_decimal
+
+if TYPE_CHECKING:
+    from depthdecay.model.layers import Stack
+
+METHODS = (
+    "full",
+    "lossless",
+    "depthdecay",
+    "middle-out",
+    "skipdecode",
+    "unified",
+    "shortgpt",
+    "early-exit",
+    "constant",
+)
+_WITHOUT_BUDGET = ("full", "lossless")  # they give the full model's answers, whatever the plan
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method at one budget. Full depth has no plan; a plan as it stands, or as drafter, has no asked speed-up."""
+
+    method: str
+    speedup: float | None
+    plan: Plan | None
+
+    @property
+    def mode(self) -> str | None:
+        """The engine's mode, where it does not follow from the plan."""
+        return "lossless" if self.method == "lossless" else None
+
+    @property
+    def title(self) -> str:
+        return self.method if self.speedup is None else f"{self.method} {self.speedup:g}x"
+
+
+def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[str] | None, has_plan: bool) -> tuple[str, ...]:
+    """What to run, checked before a model is loaded."""
+    if methods is None:
+        ours = ("depthdecay",) if has_plan else ("middle-out",) if speedups else ()
+        methods = ("full", *ours)
+    names = tuple(dict.fromkeys(methods))
+    for name in names:
+        if name not in METHODS:
+            raise DepthDecayError(f"there is no method {name!r}; expected some of {','.join(METHODS)}")
+    if not names:
+        raise DepthDecayError(f"--methods is empty; expected some of {','.join(METHODS)}")
+    if "depthdecay" in names and not has_plan:
+        raise DepthDecayError("the method depthdecay is a calibrated plan; give it with --plan")
+    peers = [name for name in names if name not in (*_WITHOUT_BUDGET, "depthdecay")]
+    if peers and not speedups:
+        raise DepthDecayError(f"the method {peers[0]} needs a layer budget; add --speedups, such as 1.25")
+    return names
+
+
+def checked_speedups(speedups: Sequence[str] | None) -> tuple[float, ...]:
+    for text in speedups or ():
+        if exact_decimal("--speedups", text) <= 1:
+            raise DepthDecayError(f"--speedups holds {text}; expected numbers above 1")
+    return tuple(dict.fromkeys(float(text) for text in speedups or ()))
+
+
+def contenders(
+    methods: Sequence[str],
+    speedups: Sequence[float],
+    stack: Stack,
+    over_tokens: int,
+    plan: Plan | None,
+    influence: Callable[[], Sequence[float]],
+) -> list[Contender]:
+    """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
+    made = [Contender("full", None, None)] if "full" in methods else []
+    if "lossless" in methods:
+        from depthdecay.plan.speedup import drafter_of
+
+        made.append(Contender("lossless", None, plan if plan is None else drafter_of(plan)))
+    if "depthdecay" in methods and not speedups:
+        made.append(Contender("depthdecay", None, plan))
+    scores = influence() if "shortgpt" in methods else None
+    for speedup in speedups:
+        for method in methods:
+            if method in _WITHOUT_BUDGET:
+                continue
+            if method == "depthdecay":
+                from depthdecay.plan.speedup import plan_at_speedup, stored_plan
+
+                assert plan is not None
+                used = plan_at_speedup(stored_plan(plan, speedup), stack, speedup, over_tokens)
+            else:
+                used = plan_for_budget(method, stack.num_layers, speedup, over_tokens, scores)
+            made.append(Contender(method, speedup, used))
+    return made

@@ -1,0 +1,1 @@
+"""Depth decay inside other projects: transformers, lm-evaluation-harness, vLLM."""

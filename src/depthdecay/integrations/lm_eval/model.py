@@ -1,0 +1,146 @@
+"""The model that lm-eval knows as "depthdecay": its own Hugging Face class, answering through the engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from depthdecay.cli.options import DEFAULT_MODEL, ModelOptions, PlanOptions, open_engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.plan.plan import Plan
+
+# What lm-eval's class does with a model that is loaded already. The rest is about loading, which is ours.
+_PASSED_ON = (
+    *("batch_size", "max_batch_size", "max_length", "truncation", "add_bos_token", "prefix_token_id"),
+    *("logits_cache", "softmax_dtype", "think_end_token", "enable_thinking", "chat_template_args"),
+)
+
+
+@register_model("depthdecay")
+class DepthDecayLM(HFLM):
+    """Prompts, templates, truncation, stop sequences and scores are lm-eval's; only the decoding is ours."""
+
+    def __init__(
+        self,
+        pretrained: str = DEFAULT_MODEL,
+        *,
+        plan: str | None = None,
+        alpha: str | None = None,
+        speedup: str | None = None,
+        over: int | None = None,
+        mode: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        compile: bool = False,
+        trust_remote_code: bool = False,
+        allow_other_weights: bool = False,
+        **settings: Any,
+    ) -> None:
+        unknown = sorted(set(settings) - set(_PASSED_ON))
+        if unknown:
+            known = ", ".join(sorted(_PASSED_ON))
+            raise DepthDecayError(
+                f"the model argument '{unknown[0]}' is not known here; known of lm-eval's are {known}"
+            )
+        model_options = ModelOptions(pretrained, device, dtype, compile, trust_remote_code=trust_remote_code)
+        plan_options = PlanOptions(plan, alpha, speedup, over)
+        loaded, self.engine = open_engine(
+            model_options, plan_options, None, mode, allow_other_weights=allow_other_weights
+        )
+        if loaded.tokenizer is None:
+            raise DepthDecayError(f"'{pretrained}' has no tokenizer, and lm-eval asks with text; take a model with one")
+        with _quiet("lm_eval.models.huggingface"):  # it says that settings may be ignored; such are refused above
+            super().__init__(loaded.model, backend="causal", tokenizer=loaded.tokenizer, **settings)
+        if loaded.source == "hub":
+            self.pretrained = loaded.name  # lm-eval looks up its commit
+        self.mode = mode or self.engine.step_mode
+        self.generated_tokens = self.layers_executed = 0
+        self._warned = False
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        if self.mode == "decay":
+            tokens = self.generated_tokens
+            print(f"layer speed-up {self.layer_speedup:.3f}x over {tokens} generated tokens", file=sys.stderr)
+        return texts
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
+        """As lm-eval hands and wants them: prompts padded on the left, each answer behind its prompt."""
+        mask = settings.pop("attention_mask").bool()
+        if settings.get("num_beams") == 1:  # some tasks spell out that they want no beams
+            del settings["num_beams"]
+        ends = settings.pop("eos_token_id", self.model.generation_config.eos_token_id)
+        results = self.engine.generate(
+            [row[kept].tolist() for row, kept in zip(context, mask, strict=True)],
+            max_length - context.shape[1],
+            mode=self.mode,
+            stop=[text for text in stop if text],
+            eos_token_id=self._end_tokens(ends, stop),
+            **settings,
+        )
+        self.generated_tokens += sum(len(result.token_ids) for result in results)
+        self.layers_executed += sum(result.layers_executed for result in results)
+        longest = max(len(result.token_ids) for result in results)
+        padding = [self.tokenizer.pad_token_id] * longest
+        answers = [result.token_ids + padding[len(result.token_ids) :] for result in results]
+        return torch.cat([context, torch.tensor(answers, device=context.device)], dim=1)
+
+    def _end_tokens(self, ends: int | Sequence[int] | None, stop: list[str]) -> list[int]:
+        """The model's own end tokens, and stop sequences that are special tokens: text shows no trace of those."""
+        own = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        special = special_token_ids(self.tokenizer)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        return sorted({end for end in (*own, *(special.get(text, -1) for text in stop)) if 0 <= end < vocabulary})
+
+    def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        # Not refused: what is scored is read like a prompt, so with decay too these are the model's true scores.
+        if self.mode == "decay" and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "log-likelihood tasks generate nothing, so depth decay does not act: their scores are at full depth",
+                stacklevel=1,
+            )
+        return super()._loglikelihood_tokens(*args, **kwargs)
+
+    def _plan(self) -> Plan:
+        """By which tokens run: in lossless mode the one that drafts, which the engine makes where none was given."""
+        if self.mode == "lossless":
+            return self.engine.drafting_plan
+        return self.engine.plan if self.mode == "decay" and self.engine.plan is not None else self.engine.full_plan
+
+    @property
+    def layer_speedup(self) -> float:
+        full = self.engine.stack.num_layers * self.generated_tokens
+        return full / self.layers_executed if full else 1.0
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside the scores; asked for after the run, so what it took is in it."""
+        return super().get_model_info() | {
+            "depth_plan": self._plan().describe(),
+            "generated_tokens": self.generated_tokens,
+            "layers_executed": self.layers_executed,
+            "layer_speedup": self.layer_speedup,
+        }
+
+
+def special_token_ids(tokenizer: Any) -> dict[str, int]:
+    """Tokens that decoding leaves out of the text."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

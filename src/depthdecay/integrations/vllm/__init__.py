@@ -1,0 +1,53 @@
+"""Depth decay inside vLLM, as a plug-in: `register` is what vLLM calls in each of its processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from depthdecay.errors import DepthDecayError
+
+# The plug-in reads vLLM's internals, which change from release to release: one version, tested.
+VLLM_VERSION = "0.32.0"
+
+_STOCK = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = {stock: f"DepthDecay{stock}" for stock in _STOCK}
+
+
+def is_installed() -> bool:
+    """A package with code: any folder of that name on Python's path would be found too."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+def check_version() -> None:
+    """Refuse a vLLM that the plug-in was not written for."""
+    if not is_installed():
+        raise DepthDecayError("vLLM is not installed; pip install 'depthdecay[vllm]'")
+    import vllm
+
+    found = str(vllm.__version__)
+    # A build for another device adds to the version, as in 0.32.0+cpu; the code is the same.
+    if found.partition("+")[0] != VLLM_VERSION:
+        raise DepthDecayError(
+            f"depth decay inside vLLM is for vLLM {VLLM_VERSION}, but this is {found}; pip install 'depthdecay[vllm]'"
+        )
+
+
+def register() -> None:
+    """Make the models known. Other users of the same vLLM must not notice, so another version is only told of."""
+    try:
+        check_version()
+    except DepthDecayError as error:
+        logging.getLogger("vllm.depthdecay").warning("depthdecay is not registered: %s", error)
+        return
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from depthdecay.integrations.vllm.admission import install
+    from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
+
+    for name in ARCHITECTURES.values():
+        ModelRegistry.register_model(name, f"depthdecay.integrations.vllm.models:{name}")
+        MODELS_CONFIG_MAP[name] = DepthDecayModelConfig
+    install()

@@ -1,0 +1,85 @@
+"""What a request says about depth is checked where it comes in: later an error would end the engine for everybody.
+
+And a front end that is about to run another model than the plug-in's, with depth decay asked for, is stopped there too.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from depthdecay.errors import DepthDecayError
+from depthdecay.integrations.vllm import ARCHITECTURES
+from depthdecay.integrations.vllm.settings import KEY, depth_of
+
+_DONE = "_checks_depth_decay"
+
+
+def install() -> None:
+    """Wrap vLLM's input processor: its hooks for plug-ins see a request, but not which model it is for."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import BeamSearchParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if getattr(InputProcessor, _DONE, False):
+        return
+    process_inputs = InputProcessor.process_inputs
+    resolve_watermarking = InputProcessor.resolve_watermarking
+    start = InputProcessor.__init__
+
+    @wraps(start)
+    def started(self: Any, vllm_config: Any, *more: Any, **named: Any) -> None:
+        check_model(vllm_config.model_config)
+        start(self, vllm_config, *more, **named)
+
+    @wraps(process_inputs)
+    def checked(self: Any, request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
+        try:
+            _check(self, params, bool(named.get("resumable")))
+        except DepthDecayError as error:
+            raise VLLMValidationError(str(error), parameter=KEY) from None
+        return process_inputs(self, request_id, prompt, params, *more, **named)
+
+    @wraps(resolve_watermarking)
+    def resolved(self: Any, params: Any) -> Any:
+        """The one method of the processor that beam search calls before it splits into requests."""
+        if isinstance(params, BeamSearchParams) and self.model_config.architecture in ARCHITECTURES.values():
+            raise VLLMValidationError(
+                "beam search asks for each token anew, as if all before it were a prompt, so every token would run all "
+                "layers; leave use_beam_search out",
+                parameter=KEY,
+            )
+        return resolve_watermarking(self, params)
+
+    InputProcessor.__init__ = started
+    InputProcessor.process_inputs = checked
+    InputProcessor.resolve_watermarking = resolved
+    setattr(InputProcessor, _DONE, True)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a server that was asked for depth decay, but runs a model that does not know of it."""
+    if model.architecture in ARCHITECTURES.values() or getattr(model.hf_config, KEY, None) is None:
+        return
+    ours = ARCHITECTURES.get(model.architecture)
+    known = f'add "architectures": ["{ours}"] to --hf-overrides' if ours else f"known are {', '.join(ARCHITECTURES)}"
+    raise DepthDecayError(f"the configuration has {KEY}, but {model.architecture} would ignore it; {known}")
+
+
+def _check(processor: Any, params: Any, resumable: bool) -> None:
+    config = processor.model_config.hf_config
+    extra_args = getattr(params, "extra_args", None) or {}
+    if processor.model_config.architecture not in ARCHITECTURES.values():
+        if KEY in extra_args:
+            raise DepthDecayError(
+                f"this request asks for {KEY}, but the server runs {processor.model_config.architecture} without it"
+            )
+        return
+    if resumable:
+        raise DepthDecayError(
+            "a request whose prompt comes in pieces cannot be served with depth decay: what was generated between them "
+            "lacks keys and values"
+        )
+    if not hasattr(processor, KEY):
+        setattr(processor, KEY, depth_of(config))
+    getattr(processor, KEY).plan_of(extra_args)

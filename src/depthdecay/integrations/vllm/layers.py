@@ -1,0 +1,127 @@
+"""The layers of a vLLM model, each run on the rows that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group
+from vllm.forward_context import get_forward_context
+from vllm.sequence import IntermediateTensors
+
+from depthdecay.integrations.vllm.layer_rows import Rows, Step
+from depthdecay.model.repairs import Repairs
+
+# What attention has to know about some rows: its metadata and the cache slots, by the name of the attention layer.
+Attention = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Attend = Callable[[Rows], Attention]
+
+
+class DepthStep:
+    """What the model runner hands to the model: the step, and how attention is told about some of its rows."""
+
+    def __init__(self, step: Step, attend: Attend) -> None:
+        self.step = step
+        self._attend = attend
+        self._told: dict[int, Attention] = {}
+
+    def tell_attention(self, rows: Rows, layer_name: str) -> None:
+        """For the one layer that runs next: each reads its own entry of the forward context."""
+        if id(rows) not in self._told:
+            self._told[id(rows)] = self._attend(rows)
+        metadata, slots = self._told[id(rows)]
+        context = get_forward_context()
+        context.attn_metadata[layer_name] = metadata[layer_name]
+        context.slot_mapping[layer_name] = slots[layer_name]
+
+
+class State:
+    """The state of all rows, and those of them that the current layers work on.
+
+    vLLM hands it on in two parts, what the last layer added and all before it. Rows are gathered and scattered only
+    where the set changes.
+    """
+
+    def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        self.all_positions = positions
+        self.all_hidden, self.all_residual = hidden, residual
+        self.rows: Rows | None = None
+        self.positions, self.hidden, self.residual = positions, hidden, residual
+
+    def take(self, rows: Rows | None) -> None:
+        """Go on with these rows, None for all."""
+        self.rows = rows
+        if rows is None:
+            self.positions, self.hidden, self.residual = self.all_positions, self.all_hidden, self.all_residual
+            return
+        self.positions = self.all_positions[rows.index]
+        self.hidden = self.all_hidden[rows.index]
+        self.residual = self.whole_residual()[rows.index]
+
+    def put_back(self) -> None:
+        if self.rows is None:
+            self.all_hidden, self.all_residual = self.hidden, self.residual
+            return
+        assert self.residual is not None
+        self.all_hidden.index_copy_(0, self.rows.index, self.hidden)
+        self.whole_residual().index_copy_(0, self.rows.index, self.residual)
+        self.take(None)
+
+    def whole_residual(self) -> torch.Tensor:
+        """Before the first layer there is none, which zero says as well."""
+        if self.all_residual is None:
+            self.all_residual = torch.zeros_like(self.all_hidden)
+        return self.all_residual
+
+    def repair(self, rows: torch.Tensor, repaired: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put what a map says about these rows in the place of their state; `put_back` has been called."""
+        residual = self.whole_residual()
+        guess = repaired(self.all_hidden[rows] + residual[rows])
+        self.all_hidden.index_fill_(0, rows, 0)
+        residual.index_copy_(0, rows, guess)
+        self.take(None)
+
+
+def run_layers(
+    model: Any,
+    depth: DepthStep,
+    repairs: Repairs,
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    intermediate_tensors: IntermediateTensors | None,
+    inputs_embeds: torch.Tensor | None,
+) -> torch.Tensor | IntermediateTensors:
+    """What the model's own forward does, with each layer on its rows. `model` is the decoder below the output head."""
+    stage = get_pp_group()
+    if stage.is_first_rank:
+        hidden = model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        state = State(positions, hidden, None)
+    else:
+        assert intermediate_tensors is not None
+        state = State(positions, intermediate_tensors["hidden_states"], intermediate_tensors["residual"])
+    step = depth.step
+    maps = [(at, repairs.at(at)) for at in step.reached if at in repairs.at_depth]
+    here: Rows | bool = True
+    for index in range(model.start_layer, model.end_layer):
+        runs = step.runs(index)
+        if runs is not here:
+            here = runs
+            state.put_back()
+            # A map stands where its rows stop running, so the rows that run change there too.
+            for at, of_layer in maps:
+                if index in of_layer:
+                    state.repair(step.rows_at(at), of_layer[index])
+            state.take(None if isinstance(runs, bool) else runs)
+        if here is False:
+            continue
+        layer = model.layers[index]
+        if isinstance(here, Rows):
+            depth.tell_attention(here, layer.self_attn.attn.layer_name)
+        state.hidden, state.residual = layer(state.positions, state.hidden, state.residual)
+    state.put_back()
+    residual = state.whole_residual()
+    if not stage.is_last_rank:
+        return IntermediateTensors({"hidden_states": state.all_hidden, "residual": residual})
+    normed, _ = model.norm(state.all_hidden, residual)
+    return normed

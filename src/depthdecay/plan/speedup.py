@@ -1,0 +1,112 @@
+"""A plan at a speed-up, with its maps counted; and plans that lie beside another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.costs import Costs
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.file import PLAN_FILE
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import Number, PowerSchedule, exact_decimal, solve_alpha
+
+LOSSLESS_FOLDER = "lossless"  # beside a calibrated plan: one to draft with
+
+
+def stored_plan(plan: Plan, speedup: float) -> Plan:
+    """The plan that was calibrated for this speed-up and lies beside the given one, else the given one."""
+    return _beside(plan, f"speedup-{speedup:g}")
+
+
+def drafter_of(plan: Plan) -> Plan:
+    """The plan that was calibrated to draft with and lies beside the given one, else the given one."""
+    return _beside(plan, LOSSLESS_FOLDER)
+
+
+def _beside(plan: Plan, name: str) -> Plan:
+    if plan.folder is None or not (plan.folder / name / PLAN_FILE).is_file():
+        return plan
+    return Plan.load(plan.folder / name)
+
+
+def plan_at_speedup(
+    plan: Plan,
+    stack: Stack,
+    speedup: Number,
+    over_tokens: int,
+    repairs: Repairs | None = None,
+    *,
+    warmup_tokens: int | None = None,
+    min_layers: int | None = None,
+) -> Plan:
+    """The plan's ladder and repairs with another schedule: the slowest decay that reaches this layer speed-up.
+
+    Repair maps count as the layers that they weigh, so a repaired plan executes fewer layers than a plain one. The
+    plan's own warm-up and least depth are kept where not given; where they stand in the way of the speed-up, the least
+    depth becomes the ladder's.
+    """
+    own = plan.schedule if isinstance(plan.schedule, PowerSchedule) else None
+    if warmup_tokens is None:
+        warmup_tokens = own.warmup_tokens if own else 0
+    if min_layers is None and own is not None and own.min_layers > plan.ladder.min_layers:
+        try:
+            settings = {"warmup_tokens": warmup_tokens, "min_layers": own.min_layers}
+            return plan_at_speedup(plan, stack, speedup, over_tokens, repairs, **settings)
+        except DepthDecayError:
+            pass
+    costs = Costs(stack, plan, repairs)
+    lowest = max(1, plan.ladder.min_layers, min_layers or 0)
+    wanted = Fraction(exact_decimal("speed-up", speedup))
+    if not 1 <= wanted <= plan.num_layers:
+        raise DepthDecayError(f"speed-up is {speedup}; expected a number from 1 to {plan.num_layers}, the layers")
+
+    def made(asked: Fraction) -> Plan:
+        units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than asked
+        alpha = solve_alpha(plan.num_layers, Decimal(units).scaleb(-6), over_tokens, warmup_tokens, lowest)
+        return replace(
+            plan, schedule=PowerSchedule(plan.num_layers, alpha, warmup_tokens, lowest, over_tokens), rule="decay"
+        )
+
+    def reached(candidate: Plan) -> Fraction:
+        return costs.layer_speedup(candidate, over_tokens)
+
+    candidate = made(wanted)
+    if reached(candidate) >= wanted:
+        return candidate
+    # Maps cost something, so more decay is asked for, up to the most that the ladder has, until the sum fits.
+    low, high = wanted, Fraction(plan.num_layers * over_tokens, plan.num_layers + lowest * (over_tokens - 1))
+    high = max(low, Fraction(int(high * 10**6), 10**6))
+    try:
+        best = made(high)
+    except DepthDecayError:  # a warm-up leaves less
+        best, high = _most(made, low, high)
+    if reached(best) < wanted:
+        raise DepthDecayError(
+            f"a speed-up of {float(wanted):g} over {over_tokens} tokens cannot be reached with this plan's ladder, "
+            f"which goes down to {lowest} layers and whose repairs cost something too"
+        )
+    for _ in range(24):
+        middle = (low + high) / 2
+        candidate = made(middle)
+        if reached(candidate) >= wanted:
+            best, high = candidate, middle
+        else:
+            low = middle
+    return best
+
+
+def _most(made: Callable[[Fraction], Plan], low: Fraction, high: Fraction) -> tuple[Plan, Fraction]:
+    """The most decay that can be made between two that are asked for; the lower can."""
+    best = made(low)
+    for _ in range(30):
+        middle = (low + high) / 2
+        try:
+            best, low = made(middle), middle
+        except DepthDecayError:
+            high = middle
+    return best, low

