@@ -8,7 +8,7 @@ VENV_VLLM ?= .venv-vllm
 # The newest transformers over what is in $(VENV), so that torch is not installed twice.
 VENV_NEWEST ?= .venv-newest
 # The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
-NEWEST_TESTS := $(patsubst %,tests/test_%.py,internals apply stack sampling attention request engine assistant identity check models)
+NEWEST_TESTS := tests/test_internals.py tests/test_correctness.py tests/engine tests/model tests/plan/test_identity.py tests/integrations/transformers
 
 BIN := $(VENV)/bin
 VLLM_STAMP := $(VENV_VLLM)/.setup-done
@@ -42,7 +42,7 @@ test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 # Without vLLM the tests would be skipped, and that would look like success.
 	$(VENV_VLLM)/bin/python -c 'from depthdecay.integrations.vllm import check_version; check_version()'
 # Stopped at the first failure: an engine that failed answers nobody after it.
-	$(VENV_VLLM)/bin/python -m pytest -x tests/vllm_plugin
+	$(VENV_VLLM)/bin/python -m pytest -x tests/integrations/vllm_plugin
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS, PROMPTS, tiny_model
+from tiny_models import LAYERS, PROMPTS, tiny_model
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.modeling_utils import AttentionInterface
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import tiny_model
+from tiny_models import tiny_model
 
 from depthdecay.cuda.decode_attention import attention_in_steps
 from depthdecay.internals import attention_function

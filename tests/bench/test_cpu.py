@@ -1,0 +1,66 @@
+"""The CPU bench on a tiny model: every row is there, ratios are by rounds, and a peer that fails leaves its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LAYERS, tiny_model
+
+import depthdecay as dd
+from depthdecay.bench import cpu as bench_cpu
+from depthdecay.bench.cpu import run_cpu_bench
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.load import LoadedModel
+
+
+def load(dtype: str) -> LoadedModel:
+    model = tiny_model().to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    return LoadedModel(model, None, "tiny", "folder")
+
+
+def bench(**changes: Any) -> bench_cpu.CpuReport:
+    settings: dict[str, Any] = {"new_tokens": 6, "prompt_tokens": 4, "rounds": 2, **changes}
+    return run_cpu_bench(load, lambda loaded: dd.Plan.constant(LAYERS, 4), **settings)
+
+
+def test_every_precision_stands_beside_generate() -> None:
+    rows = {row.title: row for row in bench().rows}
+    ours = {f"{mode} {precision}" for mode in ("full", "decay") for precision in bench_cpu.PRECISIONS}
+    assert rows.keys() == ours | {"generate float32", "generate bfloat16"}
+    for title, row in rows.items():
+        assert row.error is None, (title, row.error)
+        assert row.ms_per_token is not None
+        assert row.times_generate is not None
+        assert row.ms_by_round[0] > 0
+        assert row.times_generate[1] <= row.times_generate[0] <= row.times_generate[2]
+    assert rows["generate bfloat16"].times_generate == [1.0, 1.0, 1.0]
+    assert rows["full int4"].gigabytes_per_step < rows["full int8"].gigabytes_per_step  # type: ignore[operator]
+    assert rows["decay int8"].layer_speedup == pytest.approx(6 * LAYERS / (LAYERS + 5 * 4))
+    assert rows["full int8"].realised == pytest.approx(1.0)
+
+
+def test_one_precision_alone() -> None:
+    titles = [row.title for row in bench(precisions=("int8",)).rows]
+    assert titles == ["generate float32", "generate bfloat16", "full int8", "decay int8"]
+
+
+def test_what_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        def decode() -> float:
+            raise RuntimeError("out of order")
+
+        return decode
+
+    monkeypatch.setattr(bench_cpu, "decoding", broken)
+    rows = {row.title: row for row in bench(precisions=("int8",)).rows}
+    assert rows["full int8"].error == "RuntimeError: out of order"
+    assert rows["generate float32"].error is None
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(DepthDecayError, match="unknown precision 'int2'"):
+        bench(precisions=("int2",))
+    with pytest.raises(DepthDecayError, match="exceed the model's context of 256"):
+        bench(new_tokens=300)

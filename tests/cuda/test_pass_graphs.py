@@ -1,0 +1,297 @@
+"""The graph path without a GPU: the same passes, buckets and device clock, replayed by calling them again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decoding import ORDERS, plan_with
+from reference import decoder_layers, reference_tokens
+from replays import replay_captures
+from tiny_models import LAYERS, PROMPTS, tiny_model
+
+import depthdecay as dd
+from depthdecay.cuda import compiled_layers
+from depthdecay.cuda import decode_attention as attention
+from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
+from depthdecay.cuda.kernels import dependent_launch as overlap
+from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.engine.request import prepare_request
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.kv_cache import bucket_for
+from depthdecay.model.repairs import Repair
+
+
+def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
+    replay_captures(monkeypatch)
+    engine = dd.Engine(model, plan=plan, fast=False)  # a CPU's compiled pass would take the prompt
+    engine.uses_graphs = True
+    engine.compiled = CompiledLayers() if compile else None
+    return engine
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_buckets_and_device_clock_give_the_same_text(
+    architecture: str, order: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(architecture), plan_with(order)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)  # so that a short text crosses buckets
+    engine = graph_engine(monkeypatch, model, plan)
+    expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
+    results = engine.generate(PROMPTS, max_new_tokens=24)
+    assert [(r.token_ids, r.depths) for r in results] == expected
+    again = engine.generate(PROMPTS, max_new_tokens=20)  # graphs and cache are used again
+    assert [r.token_ids for r in again] == [tokens[:20] for tokens, _ in expected]
+    single = engine.generate(PROMPTS[:1], max_new_tokens=24)
+    assert single[0].token_ids == expected[0][0]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_our_attention_gives_the_same_text(architecture: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compile and architecture not in ("llama", "gemma3_text"):
+        pytest.skip("compiling takes long; one plain kind of layer and one mixed kind show it")
+    model, plan = tiny_model(architecture), plan_with(None)
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
+    monkeypatch.setattr(attention, "cuda_generation", lambda: 8)
+    monkeypatch.setattr(attention, "can_attend", lambda query, key, value, mask: mask is not None and mask.dim() == 4)
+    taken: list[int] = []
+    plain = attend._reference
+    monkeypatch.setattr(attend, "_reference", lambda *args: (taken.append(1), plain(*args))[1])
+    monkeypatch.setattr(attention, "stepwise", functools.cache(attention.stepwise.__wrapped__))
+    torch._dynamo.reset()
+    engine = graph_engine(monkeypatch, model, plan, compile)
+    result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
+    assert (result.token_ids, result.depths) == reference_tokens(model, plan, PROMPTS[0], 24)
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None  # left to transformers
+    assert bool(taken) == (model.config._attn_implementation == "sdpa" and not capped)
+
+
+def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    engine.generate(PROMPTS, max_new_tokens=12)
+    kept = engine._steps.last
+    even = [prompt[:3] for prompt in PROMPTS]
+    results = engine.generate(even, max_new_tokens=12)
+    assert engine._steps.last is kept
+    assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 12)[0] for prompt in even]
+
+
+def test_a_single_row_leaves_room_for_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    engine.generate(PROMPTS[:1], max_new_tokens=12)
+    kept = engine._steps.last
+    longer = PROMPTS[0] * (40 // len(PROMPTS[0]))
+    result = engine.generate([longer], max_new_tokens=12)[0]
+    assert engine._steps.last is kept
+    assert result.token_ids == reference_tokens(model, plan, longer, 12)[0]
+
+
+def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    stream = engine._decode(prepare_request(engine, PROMPTS[:1], 8, {}), [dd.Result(num_layers=LAYERS, mode="decay")])
+    next(stream)
+    with warnings.catch_warnings(), dd.applied(model, plan):
+        warnings.simplefilter("error")  # a refusal is no failed capture
+        with pytest.raises(DepthDecayError, match="applied"):
+            next(stream)
+    assert engine._steps.last is not None
+    assert engine._steps.last.graphs.can_capture
+
+
+def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.2, "seed": 5, "repetition_penalty": 1.2}
+    expected = dd.Engine(model, plan=plan).generate(PROMPTS, **settings)
+    results = graph_engine(monkeypatch, model, plan).generate(PROMPTS, **settings)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2"])  # three names for the cache
+def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(architecture), plan_with(ORDERS["first-layers-too"])
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    monkeypatch.setattr(
+        CompiledLayers, "function", lambda self, plain, dynamic=None: plain
+    )  # what stands beside the layers
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
+    assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 24)[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    indices = [{m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")} for layer in decoder_layers(model)]
+    assert indices == [{i} for i in range(LAYERS)]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products each call of our own kernels took the place of."""
+    counts: list[int] = []
+    replace = gemv._replace
+    monkeypatch.setattr(
+        gemv,
+        "_replace",
+        lambda graph, products, overlap: (counts.append(len(products)), replace(graph, products, overlap)),
+    )
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "groups"), [("llama", [3, 1, 2, 1]), ("qwen2", [3, 1, 2, 1]), ("phi3", [1] * 4)]
+)
+def test_products_that_share_their_input_become_one_call(
+    architecture: str, groups: list[int], made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(architecture, sliding_window=None).to(torch.bfloat16), plan_with(None)
+    torch._dynamo.reset()
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result = engine.generate(PROMPTS[:1], max_new_tokens=3)[0]
+    assert len(result.token_ids) == 3
+    assert made[: len(groups)] == groups
+
+
+def test_gemv_without_a_gpu_is_the_plain_product() -> None:
+    x, weights = torch.randn(1, 8), [torch.randn(5, 8), torch.randn(3, 8)]
+    expected = torch.cat([x @ w.t() for w in weights], dim=1)
+    assert torch.allclose(torch.ops.depthdecay.gemv(x, weights, False), expected)
+    torch.library.opcheck(gemv.gemv, (x, weights, False))
+
+
+def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
+    """Whatever their number: the first is compiled for itself, the second makes it a symbol."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(256, 128, bias=True).bfloat16(), torch.nn.Linear(256, 64, bias=False).bfloat16()
+    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # no multiple of what a program reads
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first(x).relu(), second(x), odd(x)], dim=-1)
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        compiled = torch.compile(products, options=inductor_options("few"))
+        for count in (3, 5, 16, 2):
+            x = torch.randn(1, count, 256).bfloat16()
+            assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
+    assert made == [2, 2]
+
+
+def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
+    x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
+    expected = torch.cat([x @ w.t() for w in weights], dim=1)
+    got = torch.ops.depthdecay.few(x, weights, False)
+    assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
+    assert torch.allclose(got.sum(0), expected)
+    torch.library.opcheck(gemv.few, (x, weights, False))
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    replay_captures(monkeypatch, allowed=itertools.repeat(False))
+    with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
+        results = engine.generate(PROMPTS, max_new_tokens=16)
+    expected = dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)
+    assert [(r.token_ids, r.depths) for r in results] == [(r.token_ids, r.depths) for r in expected]
+
+
+def test_a_layer_that_needs_its_index_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    plain = type(model.model.layers[0].mlp).forward
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx = index
+    monkeypatch.setattr(
+        type(model.model.layers[0].mlp), "forward", lambda self, x: plain(self, x) * (1 + self.layer_idx % 3)
+    )
+    engine = graph_engine(monkeypatch, model, plan, compile=True)
+    with pytest.warns(UserWarning, match="compiled layers differ from plain ones"):
+        result = engine.generate(PROMPTS[:1], max_new_tokens=12)[0]
+    assert result.token_ids == reference_tokens(model, plan, PROMPTS[0], 12)[0]
+
+
+def test_buckets_cover_the_text_and_waste_little() -> None:
+    before = 0
+    for filled in range(1, 20000):
+        bucket = bucket_for(filled)
+        assert bucket >= filled
+        assert bucket >= before
+        assert bucket - filled < max(128, filled / 8 + 1)
+        before = bucket
+    assert len({bucket_for(n) for n in range(1, 32769)}) < 60
+
+
+@pytest.mark.parametrize(("hidden", "keys", "inner"), [(1536, 256, 8960), (4096, 4096, 11008), (8192, 1024, 28672)])
+def test_products_with_a_few_rows_come_in_parts_that_the_next_kernel_sums(hidden: int, keys: int, inner: int) -> None:
+    for rows, columns in (([hidden, keys, keys], hidden), ([hidden], hidden), ([inner] * 2, hidden), ([hidden], inner)):
+        tile = gemv.tiling([torch.empty(count, columns, device="meta") for count in rows])
+        assert all(count % tile.rows == 0 for count in rows)
+        assert columns % (tile.parts * gemv.FEW_COLUMNS) == 0
+        assert tile.parts < torch._inductor.config.unroll_reductions_threshold
+        assert 250 <= sum(rows) // tile.rows * tile.parts <= 1200
+
+
+def test_compiled_maps_of_every_size_say_what_plain_ones_do(made: list[int]) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    compiled = CompiledLayers()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        for neurons in (64, 128, 0, 192, 64):
+            shapes = [(32, 48), (48, 32), (48,)] + ([(neurons, 48), (neurons, 48), (48, neurons)] if neurons else [])
+            repair = Repair(0, 1, *(torch.randn(shape, dtype=torch.bfloat16) * 0.1 for shape in shapes))
+            hidden = torch.randn((1, 1, 48), dtype=torch.bfloat16)
+            torch.testing.assert_close(compiled.repair(repair)(hidden), repair(hidden), atol=0.05, rtol=0.05)
+    assert made == [3, 1] * 2 + [1, 1] + [3, 1]  # our kernels in each of the four shapes
+
+
+def test_generated_kernels_wait_before_their_first_access() -> None:
+    kernel_class = pytest.importorskip("torch._inductor.codegen.triton").TritonKernel
+    original = kernel_class._handle_pdl_before_access
+    loops = SimpleNamespace(is_loop=True)
+    for inside_loop, place in ((False, "loads"), (True, "body")):
+        buffers = {name: SimpleNamespace(lines=[]) for name in ("loads", "body")}
+        for buffer in buffers.values():
+            buffer.writeline = buffer.lines.append
+        kernel = SimpleNamespace(
+            inside_reduction=inside_loop, range_trees=[loops], body=buffers["body"], GDC_WAIT=kernel_class.GDC_WAIT
+        )
+        kernel._enable_pdl_codegen = lambda: True
+        with overlap.waiting_first():
+            kernel_class._handle_pdl_before_access(kernel, buffers["loads"], "a weight that no kernel wrote")
+        assert {name: len(buffer.lines) for name, buffer in buffers.items() if buffer.lines} == {place: 1}
+    assert kernel_class._handle_pdl_before_access is original
+
+
+def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that compiled layers are held against is a plain one: what it compiled would overlap unsafely."""
+    inside: list[bool] = []
+    is_open = [False]
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        is_open[0] = True
+        try:
+            yield
+        finally:
+            is_open[0] = False
+
+    def function(self: CompiledLayers, plain: Any, dynamic: bool | None = None) -> Any:
+        inside.append(is_open[0])
+        return plain
+
+    monkeypatch.setattr(compiled_layers, "waiting_first", waiting)
+    monkeypatch.setattr(CompiledLayers, "function", function)
+    engine = graph_engine(monkeypatch, tiny_model(), plan_with(None), compile=True)
+    engine.generate(PROMPTS[:1], max_new_tokens=4)
+    assert inside
+    assert all(inside)

@@ -1,0 +1,201 @@
+"""What cannot work with depth decay: each refused when the server starts, or the request comes in, with what to do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_engines import asked, our_engine, stock_engine
+
+from depthdecay.cli.options import DEFAULT_PLAN
+from depthdecay.errors import DepthDecayError
+
+
+def configured(model: str, **settings: Any) -> Any:
+    """As an engine is configured, without starting it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    depth = settings.pop("depth_decay", {})
+    overrides = {"architectures": ["DepthDecayLlamaForCausalLM"], "depth_decay": depth}
+    given = {"enforce_eager": True, "hf_overrides": overrides, "dtype": "float32", "skip_tokenizer_init": True}
+    return EngineArgs(model, **{**given, **settings}).create_engine_config()
+
+
+def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_scheduler(tiny: str) -> None:
+    config = configured(tiny)
+    assert config.parallel_config.worker_cls == "depthdecay.integrations.vllm.worker.DepthDecayWorker"
+    assert config.scheduler_config.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
+    assert configured(tiny, enable_prefix_caching=False).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enforce_eager": False}, "freeze at the first step's depth; add --enforce-eager"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "leave --speculative-config out"),
+        ({"enable_lora": True}, "leave --enable-lora out"),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "--worker-cls is vllm.v1.worker.cpu_worker.CPUWorker"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "must not hold decayed text"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "a cache must not leave this engine",
+        ),
+        ({"depth_decay": {"plan": str(DEFAULT_PLAN)}}, "the plan is for 30 layers, but the model has 8"),
+        ({"depth_decay": {"alpha": 2}}, "alpha is 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    tiny: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        configured(tiny, **settings)
+
+
+def test_a_plan_with_maps_for_other_weights_is_refused_when_weights_are_loaded(smollm2: str, tmp_path: Path) -> None:
+    """The same shape with other numbers, as another training run would have."""
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(smollm2, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="other weights"):
+        our_engine(str(other), {"plan": str(DEFAULT_PLAN)})
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("model_config", {"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
+        ("model_config", {"runner_type": "pooling"}, "leave --runner and --convert out"),
+        ("parallel_config", {"enable_dbo": True}, "leave --enable-dbo and --ubatch-size out"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism; leave its sizes at 1"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism; leave its sizes at 1"),
+        ("cache_config", {"kv_sharing_fast_prefill": True}, "leave --kv-sharing-fast-prefill out"),
+    ],
+)
+def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, part: str, values: dict[str, Any], message: str
+) -> None:
+    """Of a configuration that is whole, since vLLM would refuse these on a CPU or in a tiny model by itself."""
+    from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
+
+    config = configured(tiny)
+    for name, value in values.items():
+        monkeypatch.setattr(getattr(config, part), name, value)
+    with pytest.raises(DepthDecayError, match=re.escape(message)):
+        DepthDecayModelConfig.verify_and_update_config(config)
+
+
+def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import platforms
+
+    from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
+
+    config = configured(tiny)
+    with monkeypatch.context() as changed:
+        changed.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        with pytest.raises(DepthDecayError, match="leave VLLM_USE_RUST_FRONTEND out"):
+            DepthDecayModelConfig.verify_and_update_config(config)
+    for kind in ("is_cpu", "is_cuda_alike"):
+        monkeypatch.setattr(type(platforms.current_platform), kind, lambda self: False)
+    with pytest.raises(DepthDecayError, match="not for this device"):
+        DepthDecayModelConfig.verify_and_update_config(config)
+
+
+def test_compilation_that_is_asked_for_beside_eager_mode_stays_off(tiny: str) -> None:
+    """Compiled, the first step's depth would be that of all."""
+    config = configured(tiny, compilation_config={"mode": 3, "cudagraph_mode": "FULL"}).compilation_config
+    assert (config.mode.name, config.cudagraph_mode.name) == ("NONE", "NONE")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hf_overrides": {"depth_decay": {"alpha": 0.9}}}, 'add "architectures": ["DepthDecayLlamaForCausalLM"]'),
+        (
+            {"hf_overrides": {"depth_decay": {"alpha": 0.9}}, "model_impl": "transformers"},
+            "TransformersForCausalLM would ignore it; known are LlamaForCausalLM",
+        ),
+        # This one by vLLM itself.
+        (
+            {"hf_overrides": {"architectures": ["DepthDecayLlamaForCausalLM"]}, "model_impl": "transformers"},
+            "'DepthDecayLlamaForCausalLM' is not a registered model in the Transformers library",
+        ),
+    ],
+)
+def test_a_model_that_would_ignore_the_plan_does_not_start(tiny: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stock_engine(tiny, skip_tokenizer_init=True, max_model_len=200, **settings)
+
+
+def test_a_model_of_another_kind_is_told_which_kinds_there_are() -> None:
+    from depthdecay.integrations.vllm.admission import check_model
+
+    other = SimpleNamespace(architecture="GPT2LMHeadModel", hf_config=SimpleNamespace(depth_decay={"alpha": 0.9}))
+    with pytest.raises(DepthDecayError, match="GPT2LMHeadModel would ignore it; known are LlamaForCausalLM, "):
+        check_model(other)
+    check_model(SimpleNamespace(architecture="GPT2LMHeadModel", hf_config=SimpleNamespace()))
+
+
+def test_attention_that_is_not_known_is_refused_before_weights_are_loaded(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthdecay.integrations.vllm.models.BACKENDS", ("FLASH_ATTN",))
+    with pytest.raises(DepthDecayError, match="backend CPU_ATTN; add --attention-backend with one of FLASH_ATTN"):
+        our_engine(tiny, {}, skip_tokenizer_init=True, max_model_len=200)
+
+
+def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthdecay.integrations.vllm.worker import DepthDecayWorker, PlatformWorker
+
+    monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
+    worker = DepthDecayWorker.__new__(DepthDecayWorker)
+    whole, split = SimpleNamespace(kernel_block_size=None), SimpleNamespace(kernel_block_size=16)
+    worker.model_runner = SimpleNamespace(attn_groups=[[whole]])
+    worker.initialize_from_config(None)
+    worker.model_runner = SimpleNamespace(attn_groups=[[whole], [whole, split]])
+    with pytest.raises(DepthDecayError, match="add --block-size 16"):
+        worker.initialize_from_config(None)
+
+
+def test_a_worker_that_does_not_tell_depths_ends_at_its_first_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was put in the place of ours behind vLLM's back."""
+    model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    monkeypatch.setattr("depthdecay.integrations.vllm.models.is_forward_context_available", lambda: True)
+    monkeypatch.setattr(
+        "depthdecay.integrations.vllm.models.get_forward_context",
+        lambda: SimpleNamespace(attn_metadata={"some": "rows"}),
+    )
+    with pytest.raises(DepthDecayError, match="leave --worker-cls out"):
+        model(None, None)
+
+
+def test_weights_that_were_loaded_unseen_are_told_of(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    told: list[str] = []
+    monkeypatch.setattr(
+        "depthdecay.integrations.vllm.models.logger.warning", lambda form, *words: told.append(form % words)
+    )
+    model.tell_of_unseen_weights()
+    assert not told
+    monkeypatch.setattr(model, "_weights_seen", False)
+    model.tell_of_unseen_weights()
+    assert len(told) == 1
+    assert "is unknown" in told[0]
+
+
+def test_beams_and_prompts_in_pieces_are_refused_and_the_engine_goes_on(ours: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import BeamSearchParams
+
+    with pytest.raises(VLLMValidationError, match="leave use_beam_search out"):
+        ours.beam_search([{"prompt_token_ids": [5, 6, 7]}], BeamSearchParams(beam_width=2, max_tokens=4))
+    processor = ours.llm_engine.input_processor
+    with pytest.raises(VLLMValidationError, match="whose prompt comes in pieces"):
+        processor.process_inputs("r", {"prompt_token_ids": [5, 6, 7]}, asked(4), ("generate",), resumable=True)
+    assert len(ours.generate([{"prompt_token_ids": [5, 6, 7]}], asked(4), use_tqdm=False)) == 1
