@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from depthdecay import Engine, Plan, load
-from depthdecay.batching import Batcher, BatchSettings
+from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.engine.request import UNENDING, prepare_request
 from depthdecay.model.costs import cost_speedup
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.result_files import write_result
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # one thread's time is then all of it
     loaded = load(device="cpu")
-    stack = Stack.of(loaded.model)
+    stack = LayerStack.of(loaded.model)
     plan = Plan.for_speedup(stack.num_layers, arguments.speedup, over_tokens=arguments.tokens)
     engine = Engine(loaded.model, loaded.tokenizer, plan)
     batches = {mode: started(engine, mode, arguments) for mode in ("full", "decay")}

@@ -17,22 +17,22 @@ import torch
 from depthdecay.bench.cpu import read_bandwidth
 from depthdecay.bench.decoding import never_ending
 from depthdecay.engine.engine import Engine
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import load
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 
 NEW_TOKENS, PROMPT = 128, 32
 
 
-def seconds_of_passes(stack: Stack, depth: int, ids: list[int]) -> float:
+def seconds_of_passes(stack: LayerStack, depth: int, ids: list[int]) -> float:
     """The median compiled pass over one token at a depth, at places that a text of this length has."""
     layers = stack.num_layers
     plan = Plan.constant(layers, depth, drop_order=list(range(1, layers)))
-    blocks = Blocks.of_rows(stack.kept_shapes(), [[PROMPT + NEW_TOKENS] * layers])
+    blocks = KVBlocks.of_rows(stack.kept_shapes(), [[PROMPT + NEW_TOKENS] * layers])
     runner = BlockRunner(stack, blocks, Repairs())
     runner.run([Part(0, 0, ids, layers, plan)])
     times = []

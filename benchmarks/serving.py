@@ -29,7 +29,7 @@ import httpx
 from depthdecay import Plan, load
 from depthdecay.bench.loadtest import Load, ask_for, run_load
 from depthdecay.model.costs import cost_speedup
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.result_files import write_result
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded = load(device="cpu")
     loaded.model.generation_config.eos_token_id = None
-    stack = Stack.of(loaded.model)
+    stack = LayerStack.of(loaded.model)
     plan = Plan.for_speedup(stack.num_layers, arguments.speedup, over_tokens=arguments.tokens)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:

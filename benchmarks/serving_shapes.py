@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from depthdecay import Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings
+from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.bench.decoding import SHAPES, random_model
 from depthdecay.engine.request import UNENDING, prepare_request
 from depthdecay.model.costs import cost_speedup

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from depthdecay.cuda.decode_attention import attention_in_steps
 from depthdecay.internals import attention_function
 from depthdecay.model import grouped_attention as attention
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.patches import SharedPatch, replaced_each
 
 
@@ -60,8 +60,8 @@ def test_attributes_are_put_back_after_an_error() -> None:
 def test_two_models_in_two_threads_keep_their_own_attention() -> None:
     """One begins, the other begins, the first ends: the second still has its own, and afterwards nobody has any."""
     original = attention_function("sdpa")
-    stacks = [Stack.of(tiny_model()), Stack.of(tiny_model())]
-    bystander = Stack.of(tiny_model()).attending[0]
+    stacks = [LayerStack.of(tiny_model()), LayerStack.of(tiny_model())]
+    bystander = LayerStack.of(tiny_model()).attending[0]
     steps = [threading.Event() for _ in range(4)]
     seen: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
 from depthdecay.internals import forward_hooks
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.plan.plan import Plan
 
 NEW_TOKENS = 24
@@ -25,7 +25,7 @@ _TEXTS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One thing that was checked."""
 
     name: str
@@ -66,9 +66,9 @@ def check_model(
     *,
     new_tokens: int = NEW_TOKENS,
     allow_other_weights: bool = False,
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     """Yield a row for each thing checked, as soon as it is known. Greedy, on the model's device and in its dtype."""
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     plan = plan or default_plan(stack.num_layers, new_tokens)
     prompts = check_prompts(stack.model, tokenizer)
     engine = Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights)
@@ -86,7 +86,7 @@ def check_model(
     yield _compare("lossless equals full depth", [r.token_ids for r in lossless], [r.token_ids for r in single], hint)
 
     if plan is None:
-        yield Row("decay", True, "skipped: a model of one layer has none to drop")
+        yield CheckRow("decay", True, "skipped: a model of one layer has none to drop")
     else:
         decayed = [engine.generate([prompt], new_tokens, do_sample=False)[0] for prompt in prompts]
         batch = engine.generate(prompts, new_tokens, do_sample=False)
@@ -102,7 +102,7 @@ def check_model(
         planned = [list(plan.depths(len(r.token_ids))) for r in decayed]
         right = depths == planned and [r.depths for r in decayed] == planned
         lowest = min(min(row) for row in planned)
-        yield Row(
+        yield CheckRow(
             "layers counted equal the plan",
             right,
             f"{stack.num_layers} down to {lowest} layers" if right else f"planned {planned}, counted {depths}",
@@ -110,7 +110,7 @@ def check_model(
     _fail_on_purpose(model, engine, plan, prompts[0], allow_other_weights)
     differences = state_differences(before, model_state(stack.model))
     modules = sum(1 for _ in stack.model.modules())
-    yield Row(
+    yield CheckRow(
         "model restored, also after an error",
         not differences,
         "; ".join(differences[:3]) or f"{modules} modules, weights and configuration as before",
@@ -128,13 +128,13 @@ def reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     return answer
 
 
-def _compare(name: str, got: list[list[int]], wanted: list[list[int]], hint: str) -> Row:
+def _compare(name: str, got: list[list[int]], wanted: list[list[int]], hint: str) -> CheckRow:
     for number, (a, b) in enumerate(zip(got, wanted, strict=True), start=1):
         if a != b:
             pairs = zip(a, b, strict=False)
             at = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-            return Row(name, False, f"prompt {number} differs from token {at} on{hint}")
-    return Row(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
+            return CheckRow(name, False, f"prompt {number} differs from token {at} on{hint}")
+    return CheckRow(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
 
 
 def _rounding_hint(model: Any) -> str:

@@ -24,7 +24,7 @@ from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS, PROMPTS, tiny_model
 
 from depthdecay import DepthDecayError, Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings, Update
+from depthdecay.batching.batcher import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import BatchPace, RowDrafts
 from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
@@ -32,7 +32,7 @@ from depthdecay.engine.result import Result
 from depthdecay.model.layers import KeptShape
 from depthdecay.model.load import load
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import BLOCK, Blocks, Store
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Store
 from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
 
 
@@ -166,7 +166,7 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
         KeptShape((1, 8), (1, 8), torch.float32, torch.device("cpu")),
     ]
     a_block = BLOCK * sum(shape.nbytes for shape in shapes)
-    blocks = Blocks.within(shapes, slots=2, positions=64, cache_bytes=8 * a_block)
+    blocks = KVBlocks.within(shapes, slots=2, positions=64, cache_bytes=8 * a_block)
     assert [store.blocks for store in blocks.stores] == [8, 8]
     plan = Plan.constant(2, 1, drop_order=[0])
     needs = blocks.needs(plan, BLOCK, 33)[2]

@@ -162,11 +162,11 @@ def test_quality_is_read_from_result_files(tmp_path: Path) -> None:
 
 def test_quality_reads_what_eval_writes(tmp_path: Path) -> None:
     """Against the evaluation's own report, so that a field renamed there is noticed here."""
-    from depthdecay.evaluation.report import Report, Row, compare
+    from depthdecay.evaluation.report import EvaluationReport, EvaluationRow, compare
 
-    def answered(method: str, speedup: float, correct: str) -> Row:
+    def answered(method: str, speedup: float, correct: str) -> EvaluationRow:
         share = correct.count("1") / len(correct)
-        return Row(
+        return EvaluationRow(
             method=method,
             asked_speedup=speedup,
             plan="",
@@ -186,7 +186,7 @@ def test_quality_reads_what_eval_writes(tmp_path: Path) -> None:
             tokens_per_second=1.0,
         )
 
-    report = Report("tiny", "gsm8k", {}, [answered("full", 1.0, "1111"), answered("unified", 1.25, "1011")])
+    report = EvaluationReport("tiny", "gsm8k", {}, [answered("full", 1.0, "1111"), answered("unified", 1.25, "1011")])
     compare(report.rows)
     file = tmp_path / "eval.json"
     file.write_text(json.dumps(report.to_dict()))

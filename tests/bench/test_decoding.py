@@ -12,19 +12,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.decoding import SHAPES, Report, Row, random_model, run_bench
+from depthdecay.bench.decoding import SHAPES, DecodingReport, DecodingRow, random_model, run_bench
 from depthdecay.cli import app
 from depthdecay.cli.bench import _FIGURES, _HEADINGS, _table
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.result_files import write_result
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> DecodingReport:
     model = random_model("tiny", CPU, torch.float32)
     model.generation_config.eos_token_id = 7
     plan = dd.Plan.for_speedup(8, 1.5, over_tokens=24)
@@ -35,19 +35,19 @@ def report() -> Report:
     return made
 
 
-def test_layers_are_counted_and_costs_follow_from_bytes(report: Report) -> None:
+def test_layers_are_counted_and_costs_follow_from_bytes(report: DecodingReport) -> None:
     rows = {row.method: row for row in report.rows}
     plan = dd.Plan.for_speedup(8, 1.5, over_tokens=24)
     assert rows["full"].layers_executed == rows["generate"].layers_executed == 8 * 24
     assert rows["decay"].layers_executed == plan.layers_executed(24)
-    stack = Stack.of(random_model("tiny", CPU, torch.float32))
+    stack = LayerStack.of(random_model("tiny", CPU, torch.float32))
     layer, head = stack.layer_bytes()[0], stack.head_bytes()
     read = sum(plan.depth(i) * layer + head for i in range(1, 24)) / 23
     assert rows["decay"].cost_speedup == pytest.approx((8 * layer + head) / read)
     assert rows["full"].cost_speedup == 1
 
 
-def test_realised_is_wall_clock_over_cost(report: Report) -> None:
+def test_realised_is_wall_clock_over_cost(report: DecodingReport) -> None:
     decay = next(row for row in report.rows if row.method == "decay")
     assert decay.wall_clock_speedup is not None
     assert decay.cost_speedup is not None
@@ -173,8 +173,10 @@ def test_a_place_that_is_not_there_is_refused_before_measuring(tmp_path: Path, m
 
 
 def test_the_table_of_a_large_model_fits_80_columns() -> None:
-    row = Row("", "", 38.256, 38.25, 38.99, 8.1, 4321.1, 0.91, 20480, 1.254, 1.251, 1.249, 0.998, 141.2, 123.4)
-    report = Report("llama-2-70b", {}, 4000.0, 137.9, [Row(**{**vars(row), "method": m}) for m in _HEADINGS])
+    row = DecodingRow("", "", 38.256, 38.25, 38.99, 8.1, 4321.1, 0.91, 20480, 1.254, 1.251, 1.249, 0.998, 141.2, 123.4)
+    report = DecodingReport(
+        "llama-2-70b", {}, 4000.0, 137.9, [DecodingRow(**{**vars(row), "method": m}) for m in _HEADINGS]
+    )
     console = Console(width=80)
     with console.capture() as capture:
         console.print(_table(report))

@@ -17,11 +17,11 @@ from tiny_models import LAYERS
 from typer.testing import CliRunner
 
 from depthdecay import DepthDecayError, Plan
-from depthdecay.batching import BatchSettings
-from depthdecay.bench.loadtest import Load, Outcome, Report, percentiles, run_load
+from depthdecay.batching.batcher import BatchSettings
+from depthdecay.bench.loadtest import Load, LoadReport, Outcome, percentiles, run_load
 from depthdecay.cli import app
 from depthdecay.cli.loadtest import depths_of
-from depthdecay.serve.responses import Answer
+from depthdecay.serve.responses import ApiAnswer
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_server_that_keeps_something_fails_the_run(server: Running, monkeypatc
 
 
 def test_an_answer_that_is_not_whole_is_noticed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answer, "closing", lambda answer: [])
+    monkeypatch.setattr(ApiAnswer, "closing", lambda answer: [])
     report = run_load(Load(server.url, requests=2, max_tokens=4))
     assert report.errors == {"broken off": 2}
     ran = CliRunner().invoke(app, ["loadtest", "--url", server.url, "-r", "1", "-n", "2"])
@@ -162,4 +162,4 @@ def test_depths_of_requests() -> None:
 def test_percentiles_occurred() -> None:
     assert percentiles([None]) is None
     assert percentiles([float(n) for n in range(1, 101)]) == {"p50": 50_000, "p95": 95_000, "p99": 99_000}
-    assert Report("tiny", 1.0, [Outcome("whole"), Outcome("status 429")]).errors == {"status 429": 1}
+    assert LoadReport("tiny", 1.0, [Outcome("whole"), Outcome("status 429")]).errors == {"status 429": 1}

@@ -246,12 +246,12 @@ def test_answers_stand_against_full_depth_and_each_peer(folder: Path) -> None:
 
 
 def test_the_synthetic_answers_have_the_fields_of_real_ones() -> None:
-    from depthdecay.evaluation.report import Report, Row
+    from depthdecay.evaluation.report import EvaluationReport, EvaluationRow
 
     made = evaluation()
     provenance = {"command", "commit", "machine", "versions"}
-    assert made.keys() == {field.name for field in fields(Report)} | provenance
-    assert made["rows"][0].keys() <= {field.name for field in fields(Row)}
+    assert made.keys() == {field.name for field in fields(EvaluationReport)} | provenance
+    assert made["rows"][0].keys() <= {field.name for field in fields(EvaluationRow)}
 
 
 def test_times_of_a_cpu_are_not_shown(folder: Path) -> None:
@@ -311,12 +311,12 @@ def test_check_looks_at_both_documents(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(folder: Path) -> None:
-    from depthdecay.bench.lossless import Difference, LosslessReport, LosslessRow, StepCostReport
+    from depthdecay.bench.lossless import Divergence, LosslessReport, LosslessRow, StepCostReport
 
     about = {key: result()[key] for key in ("commit", "machine", "versions")}
     settings = {"prompts": 3, "new_tokens": 64, "dtype": "bfloat16", "device": "cuda"}
     drafted = LosslessRow("lossless, calibrated", 3, 100, 1.0, 100.0, 1.4216, 80, 60, 0.75, 2.5, 0.625)
-    drafted.answers_that_differ, drafted.differences = 1, [Difference(2, 17, -0.0625, 0.125, 0.01)]
+    drafted.answers_that_differ, drafted.differences = 1, [Divergence(2, 17, -0.0625, 0.125, 0.01)]
     rows = [
         LosslessRow("full", 3, 100, 1.4, 70.3, 1.0),
         drafted,
@@ -363,10 +363,10 @@ def test_precisions_of_a_cpu_stand_as_ratios_with_their_range(folder: Path) -> N
 
 
 def test_the_plug_in_stands_beside_stock_vllm_with_its_range(folder: Path) -> None:
-    from depthdecay.integrations.vllm.bench import Row
+    from depthdecay.integrations.vllm.bench import VllmRow
 
     settings = {"new_tokens": 128, "prompt_tokens": 32, "rounds": 3, "threads": 1, "dtype": "float32"}
-    row = Row("mix", "alpha 0.99", 1920, ratios=[1.41, 1.35, 1.52], speedup=1.41, layer_speedup=1.5151)
+    row = VllmRow("mix", "alpha 0.99", 1920, ratios=[1.41, 1.35, 1.52], speedup=1.41, layer_speedup=1.5151)
     about = {key: result(device="cpu")[key] for key in ("commit", "machine", "versions")}
     about |= {"model": "a-model", "command": "depthdecay bench-vllm", "settings": settings}
     add(folder, "vllm.json", about | {"vllm_rows": [asdict(row)]})

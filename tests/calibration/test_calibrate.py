@@ -15,24 +15,26 @@ from calibrations import SMALL, random_repairs, token_prompts
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.calibration import Calibration, FitSettings, Goal, Simulator, read_prompts
-from depthdecay.calibration.continuations import Continuation, continue_prompts, split_prompts, variety
+from depthdecay.calibration.calibrate import Calibration
+from depthdecay.calibration.continuations import Continuation, continue_prompts, read_prompts, split_prompts, variety
 from depthdecay.calibration.drafted_texts import Drafts, can_simulate_drafts
 from depthdecay.calibration.drafter import expected
-from depthdecay.calibration.fit import Moments, Trace, _sample, fit_plan
-from depthdecay.calibration.goal import upper_bound
+from depthdecay.calibration.fidelity import Simulator
+from depthdecay.calibration.fit import FitSettings, Moments, Trace, _sample, fit_plan
+from depthdecay.calibration.goal import Goal, upper_bound
 from depthdecay.calibration.influence import block_influence
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.search import Found, Search
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.costs import Costs, cost_speedup
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, repaired_at_once
+from depthdecay.model.speedup import plan_at_speedup
 from depthdecay.plan.ladder import runs_of
-from depthdecay.plan.speedup import drafter_of, plan_at_speedup
+from depthdecay.plan.shelf import drafter_of
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 
 ORDER = [3, 4, 6, 1]
 
@@ -56,7 +58,7 @@ def random_texts(count: int, tokens: int, vocabulary: int = 90) -> list[Continua
 def test_the_simulation_equals_decoding(architecture: str) -> None:
     """Teacher-forced with the decayed model's own text, the simulation must pick that very text."""
     model, plan = tiny_model(architecture), decaying_plan()
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     repairs = random_repairs(plan, stack.hidden_size, neurons=3)
     for maps in (None, repairs):
         engine = dd.Engine(model, plan=plan, repairs=maps)
@@ -73,7 +75,7 @@ def test_the_simulation_equals_decoding(architecture: str) -> None:
 
 def test_the_simulation_gives_the_logits_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model("llama"), decaying_plan()
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     repairs = random_repairs(plan, stack.hidden_size)
     seen: list[torch.Tensor] = []
     pick = dd.Engine._pick
@@ -95,7 +97,7 @@ def test_the_simulation_gives_the_logits_of_decoding(monkeypatch: pytest.MonkeyP
 
 def test_applied_runs_repairs_as_the_engine_does(tmp_path: Path) -> None:
     model, plan = tiny_model("qwen2"), decaying_plan()
-    repairs = random_repairs(plan, Stack.of(model).hidden_size, neurons=2)
+    repairs = random_repairs(plan, LayerStack.of(model).hidden_size, neurons=2)
     repairs.save(tmp_path / "repairs.safetensors")
     replace(plan, repairs="repairs.safetensors").save(tmp_path)
     loaded = dd.Plan.load(tmp_path)
@@ -127,7 +129,7 @@ def test_repairs_survive_a_file_and_share_maps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["width", "layers", "missing-depth", "no-file", "garbage", "nan"])
 def test_repairs_that_do_not_fit_are_refused(damage: str, tmp_path: Path) -> None:
     model, plan = tiny_model("llama"), decaying_plan()
-    hidden = Stack.of(model).hidden_size
+    hidden = LayerStack.of(model).hidden_size
     repairs = random_repairs(plan, hidden + 1 if damage == "width" else hidden)
     maps = dict(repairs.at_depth)
     if damage == "layers":
@@ -182,7 +184,7 @@ def test_a_linear_layer_is_repaired_exactly() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
 def test_maps_lower_the_kl_of_dropped_layers(architecture: str) -> None:
-    stack = Stack.of(tiny_model(architecture))
+    stack = LayerStack.of(tiny_model(architecture))
     texts = random_texts(64, 24)
     fit, held = Recording.of(stack, texts[:48]), Recording.of(stack, texts[48:])
     plan = dd.Plan.for_speedup(LAYERS, 1.2, over_tokens=24, drop_order=ORDER)
@@ -204,7 +206,7 @@ def test_maps_lower_the_kl_of_dropped_layers(architecture: str) -> None:
 
 def test_a_trace_that_goes_on_equals_one_from_the_start() -> None:
     """What is shared between rungs must be what fitting anew would give."""
-    stack = Stack.of(tiny_model("llama"))
+    stack = LayerStack.of(tiny_model("llama"))
     recording = Recording.of(stack, random_texts(24, 12))
     settings = FitSettings(8, 2, 0.01)
     steps = Trace(recording)
@@ -233,7 +235,7 @@ def test_the_search_drops_a_layer_that_does_nothing_first_and_resumes() -> None:
     with torch.no_grad():
         model.model.layers[5].self_attn.o_proj.weight.zero_()
         model.model.layers[5].mlp.down_proj.weight.zero_()
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     recording = Recording.of(stack, random_texts(40, 12), rows=8)
     saved: list[list[dict[str, Any]]] = []
     influence = block_influence(recording)
@@ -252,7 +254,7 @@ def test_the_search_drops_a_layer_that_does_nothing_first_and_resumes() -> None:
 
 
 def test_a_wider_search_is_no_worse_and_a_late_one_ends() -> None:
-    stack = Stack.of(tiny_model("llama"))
+    stack = LayerStack.of(tiny_model("llama"))
     recording = Recording.of(stack, random_texts(40, 12), rows=8)
     influence = block_influence(recording)
     greedy = search_on(recording, beam=1, width=1).run(influence)
@@ -264,7 +266,7 @@ def test_a_wider_search_is_no_worse_and_a_late_one_ends() -> None:
 
 def test_costs_count_maps_and_the_head_and_leave_out_the_first_token() -> None:
     model, plan = tiny_model("llama"), decaying_plan()
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     repairs = random_repairs(plan, stack.hidden_size)
     layers, head = stack.layer_bytes(), stack.head_bytes()
     costs = Costs(stack, plan, repairs)
@@ -277,7 +279,7 @@ def test_costs_count_maps_and_the_head_and_leave_out_the_first_token() -> None:
 
 
 def test_a_plan_is_rescheduled_with_its_maps_counted() -> None:
-    stack = Stack.of(tiny_model("llama"))
+    stack = LayerStack.of(tiny_model("llama"))
     plan = dd.Plan.for_speedup(LAYERS, 1.3, over_tokens=64, drop_order=ORDER)
     repairs = random_repairs(plan, stack.hidden_size)
     bare = plan_at_speedup(plan, stack, 1.25, 100, Repairs())
@@ -336,7 +338,7 @@ def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "mixtral"])
 def test_drafts_are_simulated_as_lossless_mode_makes_them(architecture: str) -> None:
     model = tiny_model(architecture)
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     assert can_simulate_drafts(stack)
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
     texts = continue_prompts(dd.Engine(model), prompts, 14, batch=2)
@@ -351,7 +353,7 @@ def test_drafts_are_simulated_as_lossless_mode_makes_them(architecture: str) -> 
     for row, text in enumerate(sorted(texts, key=lambda text: (len(text.prompt), text.prompt))):
         for column in range(0, len(text.tokens) - 1, 3):
             before = [*text.prompt, *text.tokens[:column]]
-            blocks = Blocks.of_rows(stack.kept_shapes(), [[len(before) + 1] * LAYERS])
+            blocks = KVBlocks.of_rows(stack.kept_shapes(), [[len(before) + 1] * LAYERS])
             runner = BlockRunner(stack, blocks, Repairs())
             runner.run([Part(0, 0, before, LAYERS, plan)])
             drafted = runner.run([Part(0, len(before), [text.tokens[column]], depth, plan)]).logits[0]
@@ -483,7 +485,7 @@ def test_goals_must_be_one_and_sensible(goal: dict[str, float]) -> None:
 
 
 def test_texts_that_end_at_different_lengths_are_counted_by_position() -> None:
-    stack = Stack.of(tiny_model("llama"))
+    stack = LayerStack.of(tiny_model("llama"))
     texts = random_texts(6, 12)
     short = [Continuation(text.prompt, text.tokens[: 5 + i % 2]) for i, text in enumerate(texts[:4])]
     long = Recording.of(stack, texts[4:])
@@ -657,7 +659,7 @@ def test_an_older_plan_does_not_stay_beside_new_maps(tmp_path: Path, monkeypatch
 
 def test_every_reachable_speedup_is_reached_and_no_other() -> None:
     """Against trying every pace of decay: the asked speed-up is met whenever some pace meets it."""
-    stack = Stack.of(tiny_model("llama"))
+    stack = LayerStack.of(tiny_model("llama"))
     for rank in (1, 6, 12):
         plan = dd.Plan.for_speedup(LAYERS, 1.1, over_tokens=64, drop_order=[3, 4, 6, 1, 5])
         repairs = Repairs(
@@ -691,12 +693,12 @@ def test_maps_are_floats_beside_packed_weights() -> None:
     layer.self_attn.q_proj.weight = torch.nn.Parameter(
         torch.zeros_like(layer.self_attn.q_proj.weight, dtype=torch.int8), requires_grad=False
     )
-    assert all(example.dtype == torch.float32 for example in Stack.of(model).examples())
+    assert all(example.dtype == torch.float32 for example in LayerStack.of(model).examples())
 
 
 def test_an_engine_follows_a_model_that_changes_its_numbers() -> None:
     model, plan = tiny_model("llama"), decaying_plan()
-    engine = dd.Engine(model, plan=plan, repairs=random_repairs(plan, Stack.of(model).hidden_size))
+    engine = dd.Engine(model, plan=plan, repairs=random_repairs(plan, LayerStack.of(model).hidden_size))
     engine.generate([[5, 6, 7]], 8)
     model.to(torch.bfloat16)
     assert len(engine.generate([[5, 6, 7]], 8, eos_token_id=None)[0].token_ids) == 8

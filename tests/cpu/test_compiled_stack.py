@@ -21,21 +21,21 @@ from depthdecay.cpu.compiled_rows import FEW_TOKENS
 from depthdecay.cpu.supported_models import OtherForm, form_of
 from depthdecay.errors import DepthDecayError
 from depthdecay.model import load as models
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import BLOCK, Blocks
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures of the plain form
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 
 
-def logits_of(stack: Stack, ids: list[int]) -> torch.Tensor:
+def logits_of(stack: LayerStack, ids: list[int]) -> torch.Tensor:
     """What is said behind every token, by the fastest way to run a pass."""
-    rows = Blocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
+    rows = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
     part = Part(0, 0, ids, LAYERS, dd.Plan.full(LAYERS), wanted=len(ids))
     return BlockRunner(stack, rows, Repairs()).run([part]).logits
 
@@ -50,10 +50,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         pytest.skip(f"no compiled pass here: {reason}")
 
 
-def rounded_copy(model: Any, setting: str, origin: Origin | None = None) -> Any:
+def rounded_copy(model: Any, setting: str, origin: WeightsOrigin | None = None) -> Any:
     """The same model with the weights that a setting stands for: what quantised passes are held against."""
     twin = copy.deepcopy(model)
-    form = form_of(Stack.of(twin))
+    form = form_of(LayerStack.of(twin))
     # The twin's head is parted from its embedding, which is not rounded.
     form.head.weight = torch.nn.Parameter(form.head.weight.detach().clone())
     for name, weight in weights.widened_weights(form, setting, origin).items():
@@ -79,7 +79,7 @@ def test_greedy_text_in_full_precision_is_that_of_the_plain_path(architecture: s
     model = tiny_model(architecture)
     fast, plain = dd.Engine(model), dd.Engine(model, fast=False)
     assert isinstance(fast.stack, cpu.CpuStack)
-    assert type(plain.stack) is Stack
+    assert type(plain.stack) is LayerStack
     assert tokens(fast, PROMPTS[:count]) == tokens(plain, PROMPTS[:count])
     assert tokens(fast, PROMPTS[:1], "lossless", 40) == tokens(plain, PROMPTS[:1], "full", 40)
 
@@ -90,7 +90,7 @@ def test_few_bits_equal_their_widened_reference(architecture: str, setting: str)
     """Logits within 0.1 per cent of the largest: float32 sums in another order."""
     model = tiny_model(architecture)
     stack = cpu.open_stack(model, quantize=setting)
-    reference = Stack.of(rounded_copy(model, setting))
+    reference = LayerStack.of(rounded_copy(model, setting))
     said = [logits_of(each, PROMPTS[0]) for each in (stack, reference)]
     assert stack.rounded.matrices  # type: ignore[attr-defined]
     assert (said[0] - said[1]).abs().max() < 1e-3 * said[1].abs().max()
@@ -112,7 +112,7 @@ def test_few_bits_in_every_mode(setting: str, count: int) -> None:
 def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str) -> None:
     from batches import SMALL, run_dry, submit
 
-    from depthdecay.batching import Batcher
+    from depthdecay.batching.batcher import Batcher
 
     model = tiny_model(architecture)
     plan = dd.Plan.decay(LAYERS, "0.95")
@@ -120,7 +120,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
     batcher = Batcher(engine, SMALL)
     assert batcher.runner.compiled is not None
     assert batcher.runner.compiled.takes(10 * FEW_TOKENS)  # rounded weights are nowhere else
-    assert batcher.stack.layer_bytes() < Stack.of(model).layer_bytes()
+    assert batcher.stack.layer_bytes() < LayerStack.of(model).layer_bytes()
     expected, got = {}, {}
     for place, prompt in enumerate(PROMPTS):
         mode = "decay" if place % 2 else "full"
@@ -159,16 +159,16 @@ def test_maps_run_in_the_place_of_layers(neurons: int) -> None:
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(PLAIN)))
 def test_other_forms_keep_the_plain_path_and_say_why(architecture: str) -> None:
     model = tiny_model(architecture)
-    assert type(cpu.open_stack(model)) is Stack
+    assert type(cpu.open_stack(model)) is LayerStack
     with pytest.warns(UserWarning, match="in its own precision: "):
-        assert type(cpu.open_stack(model, quantize="int4")) is Stack
+        assert type(cpu.open_stack(model, quantize="int4")) is LayerStack
 
 
 def test_a_model_that_only_looks_plain_is_found_out() -> None:
     model = tiny_model()
     norm = type(model.model.norm)
     model.model.norm.__class__ = type("OtherRMSNorm", (norm,), {"forward": lambda self, x: 3 * norm.forward(self, x)})
-    assert type(cpu.open_stack(model)) is Stack
+    assert type(cpu.open_stack(model)) is LayerStack
 
 
 def test_somebodys_hooks_are_called() -> None:
@@ -260,7 +260,7 @@ class TestBlocks:
 
 class TestStore:
     def test_rounded_once_then_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, origin = tiny_model(), Origin("a-key")
+        model, origin = tiny_model(), WeightsOrigin("a-key")
         first = tokens(dd.Engine(model, quantize="int4", origin=origin), PROMPTS[:1])
 
         def again(*args: Any) -> None:
@@ -270,7 +270,7 @@ class TestStore:
         assert tokens(dd.Engine(model, quantize="int4", origin=origin), PROMPTS[:1]) == first
 
     def test_other_weights_under_the_same_key_are_rounded_anew(self) -> None:
-        origin = Origin("a-key")
+        origin = WeightsOrigin("a-key")
         dd.Engine(tiny_model(), quantize="int4", origin=origin)
         other = tiny_model(seed=5)
         kept = tokens(dd.Engine(other, quantize="int4", origin=origin), PROMPTS[:1])
@@ -278,7 +278,7 @@ class TestStore:
 
     def test_a_damaged_file_is_made_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
-        model, origin = tiny_model(), Origin("a-key")
+        model, origin = tiny_model(), WeightsOrigin("a-key")
         first = tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1])
         (file,) = (tmp_path / "cpu").glob("*.safetensors")
         content = file.read_bytes()
@@ -290,7 +290,7 @@ class TestStore:
     def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "taken").write_text("")
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "taken"))
-        assert cpu.open_stack(tiny_model(), quantize="int8", origin=Origin("a-key")).rounded  # type: ignore[attr-defined]
+        assert cpu.open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
 
 
 class TestLibrary:
@@ -349,7 +349,7 @@ def test_calibration_sees_the_rounded_weights() -> None:
 
 def test_form_refuses_by_name_what_it_finds() -> None:
     with pytest.raises(OtherForm, match="layer 0"):
-        form_of(Stack.of(tiny_model("olmo2")))
+        form_of(LayerStack.of(tiny_model("olmo2")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -358,7 +358,7 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
     """Rows of several depths with maps, one with several tokens, in blocks that other rows had before."""
     from batches import SMALL, run_dry, submit
 
-    from depthdecay.batching import Batcher
+    from depthdecay.batching.batcher import Batcher
 
     plan = dd.Plan.decay(LAYERS, "0.93")
     model = tiny_model("mistral").to(dtype)  # with a window

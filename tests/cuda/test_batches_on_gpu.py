@@ -22,7 +22,7 @@ from batches import (
 from tiny_models import LAYERS, PROMPTS, tiny_model
 
 from depthdecay import Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings
+from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.cuda.kernels import paged_attention as paged_module
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.cuda.layer_graphs import bucket_of

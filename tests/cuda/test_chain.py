@@ -11,7 +11,7 @@ from replays import replay_captures
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.cuda.chain import Chain, Window, take_draft
+from depthdecay.cuda.chain import Chain, DeviceWindow, take_draft
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.pass_graphs import Captured
 
@@ -183,7 +183,7 @@ def test_a_window_is_begun_before_the_last_one_is_known(
 
 @pytest.mark.parametrize("width", [64 * 5, 100])
 def test_a_draft_is_the_likeliest_token_with_its_probability(width: int) -> None:
-    window = Window(torch.device("cpu"))
+    window = DeviceWindow(torch.device("cpu"))
     window.turn.fill_(2)
     names = torch.randperm(1000)[:width]
     for step in range(3):

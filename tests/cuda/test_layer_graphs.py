@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from depthdecay import Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings
+from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.cuda import layer_graphs as layer_graphs_module
 from depthdecay.cuda.capture import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers

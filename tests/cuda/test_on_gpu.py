@@ -16,12 +16,12 @@ from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs
 from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.expected_gain import TrackRecord
 
 pytestmark = [
@@ -238,7 +238,7 @@ def test_few_rows_are_exact_up_to_rounding(columns: int, rows: list[int], count:
     x = torch.randn((count, columns), device="cuda", dtype=torch.bfloat16)
     weights = [torch.randn((n, columns), device="cuda", dtype=torch.bfloat16) for n in rows]
     exact = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
-    got = torch.ops.depthdecay.few(x, weights, False).sum(0).double()
+    got = torch.ops.depthdecay.skinny_gemm(x, weights, False).sum(0).double()
     assert float((got - exact).norm() / exact.norm()) < 1e-5
 
 
@@ -325,7 +325,9 @@ def test_repairs_run_inside_the_graphs(compile: bool) -> None:
 def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
     from calibrations import SMALL, token_prompts
 
-    from depthdecay.calibration import Calibration, Goal, Simulator
+    from depthdecay.calibration.calibrate import Calibration
+    from depthdecay.calibration.fidelity import Simulator
+    from depthdecay.calibration.goal import Goal
     from depthdecay.model.repairs import Repairs
 
     model = on_gpu("llama")
@@ -399,10 +401,10 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
 def test_graphs_hand_out_the_states_of_an_eager_pass(architecture: str, compile: bool) -> None:
-    stack, plan = Stack.of(on_gpu(architecture)), dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6])
+    stack, plan = LayerStack.of(on_gpu(architecture)), dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6])
     compiled = CompiledLayers() if compile else None
     graphs = PassGraphs(stack, plan, Repairs(), compiled, batch=len(PROMPTS), rooms=[128] * LAYERS)
-    blocks = Blocks.of_rows(stack.kept_shapes(), [[32] * LAYERS] * len(PROMPTS))
+    blocks = KVBlocks.of_rows(stack.kept_shapes(), [[32] * LAYERS] * len(PROMPTS))
     eager, asked = BlockRunner(stack, blocks, Repairs()), (0, 3, 4, LAYERS - 1)
     parts = [Part(row, 0, prompt, LAYERS, plan) for row, prompt in enumerate(PROMPTS)]
     ask = Ask(states=asked)

@@ -190,7 +190,7 @@ def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
 def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
-    got = torch.ops.depthdecay.few(x, weights, False)
+    got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
     assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.few, (x, weights, False))
@@ -236,7 +236,7 @@ def test_products_with_a_few_rows_come_in_parts_that_the_next_kernel_sums(hidden
     for rows, columns in (([hidden, keys, keys], hidden), ([hidden], hidden), ([inner] * 2, hidden), ([hidden], inner)):
         tile = gemv.tiling([torch.empty(count, columns, device="meta") for count in rows])
         assert all(count % tile.rows == 0 for count in rows)
-        assert columns % (tile.parts * gemv.FEW_COLUMNS) == 0
+        assert columns % (tile.parts * gemv.SKINNY_COLUMNS) == 0
         assert tile.parts < torch._inductor.config.unroll_reductions_threshold
         assert 250 <= sum(rows) // tile.rows * tile.parts <= 1200
 

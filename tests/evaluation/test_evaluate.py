@@ -19,13 +19,22 @@ from depthdecay import Plan
 from depthdecay.cli import app
 from depthdecay.engine.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
-from depthdecay.evaluation.answers import Answer, Answerer, Answers, Batch, Questions, _account, end_tokens, first_stop
-from depthdecay.evaluation.evaluate import Settings, block_influence, evaluate
-from depthdecay.evaluation.methods import Contender, checked_speedups, chosen_methods
+from depthdecay.evaluation.answers import (
+    Answerer,
+    Answers,
+    PromptBatch,
+    Questions,
+    TaskAnswer,
+    _account,
+    end_tokens,
+    first_stop,
+)
+from depthdecay.evaluation.evaluate import EvaluationSettings, block_influence, evaluate
+from depthdecay.evaluation.methods import MethodPlan, checked_speedups, chosen_methods
 from depthdecay.evaluation.report import compare, executed_cost_speedup, make_row
 from depthdecay.evaluation.task import Example, Score, Task, TaskOptions
 from depthdecay.evaluation.work_file import WorkFile
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel, load
 from depthdecay.model.prompts import prompt_ids
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
@@ -78,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-SETTINGS = Settings(("full", "depthdecay", *PEERS), (1.5,), over_tokens=12, batch=3)
+SETTINGS = EvaluationSettings(("full", "depthdecay", *PEERS), (1.5,), over_tokens=12, batch=3)
 OWN_PLAN = Plan.decay(LAYERS, 0.9, drop_order=[4, 3, 5, 2])
 
 
@@ -154,7 +163,10 @@ def test_a_token_that_holds_a_stop_string_ends_its_row(tiny: LoadedModel) -> Non
 
 
 def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, few = Letters(TaskOptions()), Settings(("full", "depthdecay", "unified"), (1.5,), over_tokens=12, batch=3)
+    task, few = (
+        Letters(TaskOptions()),
+        EvaluationSettings(("full", "depthdecay", "unified"), (1.5,), over_tokens=12, batch=3),
+    )
     undisturbed = evaluate(tiny, task, few, OWN_PLAN)
     whole, number = Engine.generate, 0
 
@@ -187,7 +199,11 @@ def test_nothing_is_taken_over_from_another_run(
     tiny: LoadedModel, tmp_path: Path, calls: list[int], change: str
 ) -> None:
     work = tmp_path / "w.jsonl"
-    task, settings, plan = Letters(TaskOptions()), Settings(("depthdecay",), batch=4, max_new_tokens=5), OWN_PLAN
+    task, settings, plan = (
+        Letters(TaskOptions()),
+        EvaluationSettings(("depthdecay",), batch=4, max_new_tokens=5),
+        OWN_PLAN,
+    )
     evaluate(tiny, task, settings, plan, work=WorkFile(work))
     calls.clear()
     evaluate(tiny, task, settings, plan, work=WorkFile(work))
@@ -195,9 +211,9 @@ def test_nothing_is_taken_over_from_another_run(
     if change == "plan":
         plan = Plan.decay(LAYERS, 0.8, drop_order=[4, 3, 5, 2])
     elif change == "tokens":
-        settings = Settings(("depthdecay",), batch=4, max_new_tokens=6)
+        settings = EvaluationSettings(("depthdecay",), batch=4, max_new_tokens=6)
     elif change == "batch":
-        settings = Settings(("depthdecay",), batch=3, max_new_tokens=5)
+        settings = EvaluationSettings(("depthdecay",), batch=3, max_new_tokens=5)
     elif change == "data":
         task = Letters(TaskOptions(limit=2))
     else:
@@ -219,10 +235,10 @@ def test_cost_is_weighed_by_steps() -> None:
 
 def test_cold_batches_are_not_timed(tiny: LoadedModel) -> None:
     def row(method: str, seconds: float) -> Any:
-        answer = Answer("x", 11, 88)
-        batches = [Batch([answer], 10, 100.0, 1.0, True), Batch([answer], 10, seconds, 1.0, False)]
+        answer = TaskAnswer("x", 11, 88)
+        batches = [PromptBatch([answer], 10, 100.0, 1.0, True), PromptBatch([answer], 10, seconds, 1.0, False)]
         scores, examples = [Score(True), Score(False)], [Example({}), Example({})]
-        contender = Contender(method, None, None)
+        contender = MethodPlan(method, None, None)
         return make_row(contender, 8, 256, Answers([answer, answer], batches), scores, examples, lambda n: 1.0)
 
     full, other = row("full", 2.0), row("unified", 1.0)
@@ -235,11 +251,11 @@ def test_cold_batches_are_not_timed(tiny: LoadedModel) -> None:
 
 def test_batches_are_compared_one_by_one() -> None:
     def row(method: str, seconds: list[float], cold: int) -> Any:
-        answer = Answer("x", 11, 88)
-        batches = [Batch([answer], 10, s, 1.0, number == cold) for number, s in enumerate(seconds)]
+        answer = TaskAnswer("x", 11, 88)
+        batches = [PromptBatch([answer], 10, s, 1.0, number == cold) for number, s in enumerate(seconds)]
         many = [answer] * len(seconds)
         scores, examples = [Score(True)] * len(seconds), [Example({})] * len(seconds)
-        contender = Contender(method, None, None)
+        contender = MethodPlan(method, None, None)
         return make_row(contender, 8, 256, Answers(many, batches), scores, examples, lambda n: 1.0)
 
     full, other = row("full", [9.0, 4.0, 2.0, 1.0], cold=0), row("unified", [5.0, 2.0, 9.0, 0.25], cold=2)
@@ -251,7 +267,7 @@ def test_batches_are_compared_one_by_one() -> None:
 
 
 def test_layer_scores_come_from_the_plan_first(tiny: LoadedModel) -> None:
-    stack = Stack.of(tiny.model)
+    stack = LayerStack.of(tiny.model)
     noted = Plan(OWN_PLAN.ladder, OWN_PLAN.schedule, "decay", notes={"block_influence": [1, 2, 3, 4, 5, 6, 7, 8]})
     assert block_influence(tiny.tokenizer, stack, noted) == [1, 2, 3, 4, 5, 6, 7, 8]
     measured = block_influence(tiny.tokenizer, stack, OWN_PLAN)
@@ -268,7 +284,7 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
     tiny: LoadedModel, calls: list[int], noted: Any
 ) -> None:
     plan = replace(OWN_PLAN, notes={"block_influence": noted})
-    settings = Settings(("full", "shortgpt"), (1.5,), over_tokens=12)
+    settings = EvaluationSettings(("full", "shortgpt"), (1.5,), over_tokens=12)
     with pytest.raises(DepthDecayError, match=r"block_influence is .* shortgpt needs 8 finite numbers") as refused:
         evaluate(tiny, Letters(TaskOptions()), settings, plan)
     assert "\n" not in str(refused.value)
@@ -288,9 +304,9 @@ def test_repairs_are_read_once_a_row_whatever_the_lengths(
     maps = {depth: tuple(nothing(*run) for run in runs_of(OWN_PLAN.dropped(depth))) for depth in depths}
     Repairs(maps).save(tmp_path / REPAIRS_FILE)
     replace(OWN_PLAN, repairs=REPAIRS_FILE).save(tmp_path)
-    plan, stack = Plan.load(tmp_path), Stack.of(tiny.model)
+    plan, stack = Plan.load(tmp_path), LayerStack.of(tiny.model)
     task = Letters(TaskOptions())
-    answers = [Answer("", length, 8 * length) for length in range(2, 9)]
+    answers = [TaskAnswer("", length, 8 * length) for length in range(2, 9)]
     wanted = executed_cost_speedup(range(2, 9), lambda length: cost_speedup(plan, stack, length))
     read: list[Path] = []
     load_repairs = Repairs.load
@@ -300,9 +316,9 @@ def test_repairs_are_read_once_a_row_whatever_the_lengths(
         return load_repairs(path, *arguments)
 
     monkeypatch.setattr(Repairs, "load", counted)
-    found = Answers(answers, [Batch(answers, 7, 1.0, 1.0, False)])
+    found = Answers(answers, [PromptBatch(answers, 7, 1.0, 1.0, False)])
     scores = [Score(True)] * 7
-    row = module._row(Contender("depthdecay", None, plan), stack, Settings(), found, scores, task)
+    row = module._row(MethodPlan("depthdecay", None, plan), stack, EvaluationSettings(), found, scores, task)
     assert len(read) == 1
     assert row.cost_speedup == pytest.approx(wanted)
 
@@ -312,7 +328,9 @@ def test_repairs_are_read_once_a_row_whatever_the_lengths(
 
 @pytest.mark.parametrize("plan", [None, OWN_PLAN])
 def test_lossless_answers_as_full_depth_does_once_for_all_budgets(tiny: LoadedModel, plan: Plan | None) -> None:
-    settings = Settings(("unified", "lossless", "full"), (1.2, 1.5), over_tokens=12, batch=3, max_new_tokens=40)
+    settings = EvaluationSettings(
+        ("unified", "lossless", "full"), (1.2, 1.5), over_tokens=12, batch=3, max_new_tokens=40
+    )
     report = evaluate(tiny, Letters(TaskOptions()), settings, plan)
     assert [row.title for row in report.rows] == ["full", "lossless", "unified 1.2x", "unified 1.5x"]
     full, lossless, unified = report.rows[:3]
@@ -337,24 +355,26 @@ def test_a_cut_lossless_answer_took_its_share_of_the_passes() -> None:
     """A pass yields several tokens, so there is no saying which of them took what."""
     result = Result(token_ids=list(range(10)), depths=[8] * 10, num_layers=8, mode="lossless")
     result.layer_passes, result.drafted, result.accepted, result.verifications = 60, 8, 6, 4
-    assert _account(result, "whole", 10) == Answer("whole", 10, 60, 8, 6, 4)
-    assert _account(result, "half", 5) == Answer("half", 5, 30, 4, 3, 2)
+    assert _account(result, "whole", 10) == TaskAnswer("whole", 10, 60, 8, 6, 4)
+    assert _account(result, "half", 5) == TaskAnswer("half", 5, 30, 4, 3, 2)
     decayed = Result(token_ids=[1, 2, 3], depths=[8, 7, 6], num_layers=8, mode="decay")
-    assert _account(decayed, "two", 2) == Answer("two", 2, 15)
+    assert _account(decayed, "two", 2) == TaskAnswer("two", 2, 15)
 
 
 def test_lossless_and_full_answers_are_kept_apart(tiny: LoadedModel, tmp_path: Path, calls: list[int]) -> None:
     work, task = tmp_path / "w.jsonl", Letters(TaskOptions())
-    evaluate(tiny, task, Settings(("full",), batch=7, max_new_tokens=5), work=WorkFile(work))
-    first = evaluate(tiny, task, Settings(("lossless",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    evaluate(tiny, task, EvaluationSettings(("full",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    first = evaluate(tiny, task, EvaluationSettings(("lossless",), batch=7, max_new_tokens=5), work=WorkFile(work))
     assert calls == [7, 7]
-    again = evaluate(tiny, task, Settings(("full", "lossless"), batch=7, max_new_tokens=5), work=WorkFile(work))
+    again = evaluate(
+        tiny, task, EvaluationSettings(("full", "lossless"), batch=7, max_new_tokens=5), work=WorkFile(work)
+    )
     assert calls == [7, 7]
     assert again.rows[1].verifications == first.rows[0].verifications
 
 
 def test_lossless_is_no_peer_of_ours(tiny: LoadedModel) -> None:
-    report = evaluate(tiny, Letters(TaskOptions()), Settings(("full", "lossless", "depthdecay")), OWN_PLAN)
+    report = evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "lossless", "depthdecay")), OWN_PLAN)
     assert report.comparisons == []
     assert chosen_methods(["lossless"], None, has_plan=False) == ("lossless",)
 
@@ -370,20 +390,22 @@ def test_what_is_run_by_default() -> None:
 
 
 def test_a_plan_without_budgets_is_run_as_it_stands(tiny: LoadedModel) -> None:
-    report = evaluate(tiny, Letters(TaskOptions()), Settings(("full", "depthdecay"), over_tokens=12), OWN_PLAN)
+    report = evaluate(
+        tiny, Letters(TaskOptions()), EvaluationSettings(("full", "depthdecay"), over_tokens=12), OWN_PLAN
+    )
     assert [(row.method, row.asked_speedup) for row in report.rows] == [("full", None), ("depthdecay", None)]
     assert report.rows[1].plan == OWN_PLAN.describe()
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_runs(tiny: LoadedModel, calls: list[int]) -> None:
     with pytest.raises(DepthDecayError, match="for 12 layers"):
-        evaluate(tiny, Letters(TaskOptions()), Settings(("full", "depthdecay")), Plan.decay(12, 0.9))
+        evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "depthdecay")), Plan.decay(12, 0.9))
     assert calls == []
 
 
 def test_a_prompt_too_long_for_the_context_is_refused(tiny: LoadedModel) -> None:
     with pytest.raises(DepthDecayError, match=r"longest prompt .* context of 2048"):
-        evaluate(tiny, Letters(TaskOptions()), Settings(max_new_tokens=2040))
+        evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(max_new_tokens=2040))
 
 
 # The command

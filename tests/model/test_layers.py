@@ -11,22 +11,22 @@ from tiny_models import LAYERS, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertModel, T5Config
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
-from depthdecay.model.layers import LayerPass, Stack
+from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.patches import replaced
 
 
 def test_layers_are_found(architecture: str) -> None:
     model = tiny_model(architecture)
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     assert list(stack.layers) == list(decoder_layers(model))
     assert stack.num_layers == LAYERS
 
 
 def test_windows_are_known() -> None:
-    assert Stack.of(tiny_model("llama")).windows == (None,) * LAYERS
-    assert Stack.of(tiny_model("mistral")).windows == (7,) * LAYERS
-    assert Stack.of(tiny_model("gemma3_text")).windows == (7, None) * 4
-    assert Stack.of(tiny_model("qwen2")).windows == (None,) * 3 + (7,) * 5
+    assert LayerStack.of(tiny_model("llama")).windows == (None,) * LAYERS
+    assert LayerStack.of(tiny_model("mistral")).windows == (7,) * LAYERS
+    assert LayerStack.of(tiny_model("gemma3_text")).windows == (7, None) * 4
+    assert LayerStack.of(tiny_model("qwen2")).windows == (None,) * 3 + (7,) * 5
 
 
 def recurrent(model_type: str, **settings: Any) -> Any:
@@ -52,7 +52,7 @@ def recurrent(model_type: str, **settings: Any) -> Any:
 )
 def test_others_are_refused(build: Any, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words) as caught:
-        Stack.of(build())
+        LayerStack.of(build())
     assert "\n" not in str(caught.value)
 
 
@@ -60,12 +60,12 @@ def test_shared_keys_and_values_are_refused() -> None:
     model = tiny_model("gemma3_text")
     model.config.num_kv_shared_layers = 2
     with pytest.raises(UnsupportedModelError, match="shares keys and values"):
-        Stack.of(model)
+        LayerStack.of(model)
 
 
 def test_executed_layers_are_counted_where_they_run() -> None:
     model = tiny_model()
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     with torch.no_grad(), stack.routed(LayerPass(dropped=frozenset({2, 5}))) as layer_pass:
         model(torch.tensor([[5, 6]]))
         assert layer_pass.layers_executed == LAYERS - 2
@@ -75,14 +75,14 @@ def test_executed_layers_are_counted_where_they_run() -> None:
 
 
 def test_layer_bytes_count_the_experts_that_a_token_reads() -> None:
-    dense = Stack.of(tiny_model("llama")).layer_bytes()
+    dense = LayerStack.of(tiny_model("llama")).layer_bytes()
     expected = sum(p.numel() * 4 for p in tiny_model("llama").model.layers[0].parameters())
     assert dense == (expected,) * LAYERS
     model = tiny_model("mixtral")
     experts = model.model.layers[0].mlp.experts
     expert_bytes = sum(p.numel() * 4 for p in experts.parameters())
     whole = sum(p.numel() * 4 for p in model.model.layers[0].parameters())
-    assert Stack.of(model).layer_bytes()[0] == whole - expert_bytes // 2  # 2 of 4 experts
+    assert LayerStack.of(model).layer_bytes()[0] == whole - expert_bytes // 2  # 2 of 4 experts
 
 
 def test_replaced_restores_absence_and_presence() -> None:
@@ -101,7 +101,7 @@ def test_replaced_restores_absence_and_presence() -> None:
 
 def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
     model = tiny_model()
-    stack, ids = Stack.of(model), torch.tensor([[1, 2, 3]])
+    stack, ids = LayerStack.of(model), torch.tensor([[1, 2, 3]])
     model.config.num_hidden_layers -= 1  # as transformers' early exit leaves it where it fails
     with pytest.raises(DepthDecayError, match=f"says {LAYERS - 1} layers now, of {LAYERS}"):
         stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0))
@@ -115,7 +115,7 @@ def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
 )
 def test_whole_masks_go_to_models_that_take_them(architecture: str, expected: bool) -> None:
     model = tiny_model(architecture)
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     assert stack.takes_whole_masks == expected
     model.set_attn_implementation("eager")  # adds masks to scores: bits would mean something else
     assert not stack.takes_whole_masks

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from depthdecay.arguments import exact_decimal, whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.schedule import (
     ConstantSchedule,
@@ -19,10 +20,8 @@ from depthdecay.plan.schedule import (
     LinearSchedule,
     PowerSchedule,
     Schedule,
-    exact_decimal,
     schedule_from_dict,
     solve_alpha,
-    whole_number,
 )
 
 alphas = st.one_of(

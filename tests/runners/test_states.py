@@ -10,18 +10,18 @@ from batches import random_repairs
 from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Ask, Part
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 
 PLAN = dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=[3, 4, 6])
 ASKED = (0, 3, 4, LAYERS - 1)
 
 
 def runner_of(stack: Any, repairs: Repairs, positions: int = 32) -> BlockRunner:
-    return BlockRunner(stack, Blocks.of_rows(stack.kept_shapes(), [[positions] * LAYERS] * len(PROMPTS)), repairs)
+    return BlockRunner(stack, KVBlocks.of_rows(stack.kept_shapes(), [[positions] * LAYERS] * len(PROMPTS)), repairs)
 
 
 def prompts() -> list[Part]:
@@ -39,7 +39,7 @@ def later() -> list[Part]:
 
 def test_they_are_the_model_s_own(architecture: str) -> None:
     model = tiny_model(architecture)
-    said = runner_of(Stack.of(model), Repairs()).run(prompts(), Ask(states=ASKED[:-1]))
+    said = runner_of(LayerStack.of(model), Repairs()).run(prompts(), Ask(states=ASKED[:-1]))
     with torch.no_grad():
         own = [model(torch.tensor([prompt]), output_hidden_states=True).hidden_states for prompt in PROMPTS]
     for layer, states in said.states.items():

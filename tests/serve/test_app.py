@@ -33,13 +33,13 @@ from tiny_models import LAYERS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine, Plan  # noqa: E402
-from depthdecay.batching import BatchSettings, Update  # noqa: E402
+from depthdecay.batching.batcher import BatchSettings, Update  # noqa: E402
 from depthdecay.batching.drafting import RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
 from depthdecay.serve.guards import JsonLines  # noqa: E402
-from depthdecay.serve.responses import Account, Answer  # noqa: E402
+from depthdecay.serve.responses import Account, ApiAnswer  # noqa: E402
 from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
 from depthdecay.speculative.expected_gain import TrackRecord  # noqa: E402
 
@@ -176,7 +176,7 @@ def test_half_a_character_starts_where_the_character_does() -> None:
     account = Account()
     ticket = SimpleNamespace(ids=[0])
     settings: dict[str, Any] = {"model": "m", "mode": "full", "num_layers": 8, "tell_depths": False}
-    answer = Answer("text", "id", **settings, tokenizer=Bytes(), ticket=ticket, prompt_tokens=1, account=account)  # type: ignore[arg-type]
+    answer = ApiAnswer("text", "id", **settings, tokenizer=Bytes(), ticket=ticket, prompt_tokens=1, account=account)  # type: ignore[arg-type]
     for token in (5, 0, 1, 3):
         logprobs = SimpleNamespace(chosen=-1.0, top=[(0, -1.0), (1, -2.0)])
         answer.take(Update(0, token, 8, logprobs=logprobs))  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ def test_pages_of_other_sites_may_ask_only_where_told(server: Running, engine: E
 
 
 def test_health_is_ready_only_when_warmed_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from depthdecay.batching import Batcher
+    from depthdecay.batching.batcher import Batcher
 
     warm, go = Batcher.warm_up, threading.Event()
 

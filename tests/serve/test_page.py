@@ -15,7 +15,7 @@ from serving import Running, running, tiny_engine, until  # noqa: E402
 from tiny_models import LAYERS  # noqa: E402
 
 from depthdecay import Plan  # noqa: E402
-from depthdecay.batching import BatchSettings  # noqa: E402
+from depthdecay.batching.batcher import BatchSettings  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 import depthdecay as dd
 from depthdecay.batching.drafting import RowDrafts
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.drafter_choice import drafting_plan
 from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
 from depthdecay.speculative.short_head import ShortHead
@@ -234,7 +234,7 @@ def test_drafts_from_a_few_tokens(architecture: str, graphs: bool, monkeypatch: 
 def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
     model = tiny_model("llama")
     model.generation_config.eos_token_id = 90
-    head = ShortHead.of(Stack.of(model), torch.tensor([40, 41]))
+    head = ShortHead.of(LayerStack.of(model), torch.tensor([40, 41]))
     assert head is not None
     assert head.ids[: head.fixed].tolist() == [*range(24), 40, 41, 90]
     head.start([1, 50, 60, 50])
@@ -247,8 +247,8 @@ def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
         assert torch.allclose(model.lm_head(hidden), (hidden @ model.lm_head.weight.T)[:, head.ids])
     head.start([70])
     assert head.ids[head.fixed] == 70
-    assert head.is_for(Stack.of(model))
-    assert not head.is_for(Stack.of(model.to(torch.bfloat16)))
+    assert head.is_for(LayerStack.of(model))
+    assert not head.is_for(LayerStack.of(model.to(torch.bfloat16)))
 
 
 def test_small_vocabularies_are_drafted_from_whole() -> None:

@@ -12,7 +12,7 @@ import torch
 from tiny_models import LAYERS, VOCABULARY
 
 from depthdecay import Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings, Update
+from depthdecay.batching.batcher import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import RowDrafts
 from depthdecay.engine.request import prepare_request
 from depthdecay.engine.result import Result

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 import depthdecay as dd
-from depthdecay.calibration import FitSettings, Settings
+from depthdecay.calibration.fit import FitSettings
+from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.model.repairs import Repair, Repairs
 from depthdecay.plan.ladder import runs_of
 
@@ -29,7 +30,7 @@ def random_repairs(plan: dd.Plan, hidden: int, neurons: int = 0) -> Repairs:
     return Repairs(at_depth)
 
 
-SMALL = Settings(
+SMALL = CalibrationSettings(
     fit_prompts=24,
     select_prompts=8,
     held_out_prompts=8,

@@ -16,7 +16,7 @@ from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS
 
 from depthdecay import Engine, Plan
-from depthdecay.batching import Batcher, BatchSettings
+from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.model.load import load
 from depthdecay.serve.app import ServeSettings, make_app
 from depthdecay.serve.worker import Worker

@@ -14,10 +14,10 @@ import torch
 
 from depthdecay.batching.drafting import BatchDrafting, RowDrafts
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
-from depthdecay.batching.row import Entry
+from depthdecay.batching.row import BatchRow
 from depthdecay.engine.engine import MODES, Engine
 from depthdecay.engine.request import UNENDING, Request, prepare_request
-from depthdecay.engine.result import Answer, Result
+from depthdecay.engine.result import AnswerInProgress, Result
 from depthdecay.engine.sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.model.devices import free_bytes
@@ -25,7 +25,7 @@ from depthdecay.model.layers import require_eval
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import BLOCK, Blocks, Usage, blocks_for
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Usage, blocks_for
 
 logger = logging.getLogger("depthdecay.batching")
 
@@ -84,7 +84,7 @@ class Counters:
 
 
 @dataclass
-class Pace:
+class CohortPace:
     """How long passes take, for the choice of cohorts: seconds of a step, and of one layer with one row."""
 
     step: float = 0.0
@@ -120,16 +120,16 @@ class Batcher:
             raise DepthDecayError(
                 f"{wanted} bytes for keys and values hold not even one block; expected at least {a_block}"
             )
-        self.blocks = Blocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
+        self.blocks = KVBlocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.repairs = engine.repairs.placed(self.stack.examples())
         self.runner = BlockRunner(self.stack, self.blocks, self.repairs)
         if engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
-        self.waiting: deque[Entry] = deque()
-        self.rows: list[Entry] = []
+        self.waiting: deque[BatchRow] = deque()
+        self.rows: list[BatchRow] = []
         self.counters = Counters()
-        self.pace = Pace()
+        self.pace = CohortPace()
         self._ids = itertools.count()
 
     def warm_up(self) -> None:
@@ -143,7 +143,7 @@ class Batcher:
                 if update.error is not None:
                     raise update.error
             seconds = time.perf_counter() - started
-        self.counters, self.pace = Counters(), Pace(lone_layer=seconds / self.stack.num_layers)
+        self.counters, self.pace = Counters(), CohortPace(lone_layer=seconds / self.stack.num_layers)
         self._time_rows()
 
     def _time_rows(self) -> None:
@@ -198,11 +198,11 @@ class Batcher:
                     keys=keys[number : number + 1],
                     max_new_tokens=limit,
                 )
-            row = Answer(result, self.engine.tokenizer, request)
+            row = AnswerInProgress(result, self.engine.tokenizer, request)
             # What looks at the text so far, or is told of every token, goes token by token.
             can_draft = logprobs is None and alike(sampler) is not None
             sequences.append(
-                Entry(
+                BatchRow(
                     id=next(self._ids),
                     prompt=prompt,
                     plan=plan,
@@ -319,14 +319,14 @@ class Batcher:
         share = min(1.0, idle * self.pace.lone_layer / self.pace.step)
         return share * len(self.rows) > len(self.waiting)
 
-    def _draft(self, decoding: Sequence[Entry], within: Sequence[Entry]) -> None:
+    def _draft(self, decoding: Sequence[BatchRow], within: Sequence[BatchRow]) -> None:
         """Let lossless rows draft as far as the step has room for it."""
         room = self.settings.draft_rows
         if self.runner.graphs is not None:
             room = min(room, self.runner.graphs.rows - sum(row.share for row in within))
         self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
-    def _within_step(self) -> list[Entry]:
+    def _within_step(self) -> list[BatchRow]:
         """Rows whose prompts are read on within the step, where that runs as graphs and they are not much to read."""
         reading = [row for row in self.rows if row.in_prompt]
         rest = sum(len(row.prompt) - row.length for row in reading)
@@ -341,7 +341,7 @@ class Batcher:
                 chosen.append(row)
         return chosen
 
-    def _chunk(self) -> list[Entry]:
+    def _chunk(self) -> list[BatchRow]:
         """Rows whose prompts are read on now: of similar length, since short ones are filled up to the longest."""
         reading = [row for row in self.rows if row.in_prompt]
         if not reading:
@@ -359,7 +359,7 @@ class Batcher:
             row.share = budget
         return chosen
 
-    def _pass(self, rows: Sequence[Entry]) -> list[Update]:
+    def _pass(self, rows: Sequence[BatchRow]) -> list[Update]:
         """Run a pass; where it fails, halves of it, until only the rows that cannot run are left out.
 
         A pass may be repeated: it writes keys and values in the same places, and rows move on only behind it.
@@ -377,7 +377,7 @@ class Batcher:
             return [self._failed(rows[0], error)]
         return self._taken(rows, logits)
 
-    def _run(self, rows: Sequence[Entry]) -> torch.Tensor:
+    def _run(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         parts: list[Part] = []
         full = 0  # layers that decoding at full depth would run
         layers = self.stack.num_layers
@@ -396,9 +396,9 @@ class Batcher:
             self.counters.layer_passes += said.layers_executed
         return said.logits
 
-    def _taken(self, rows: Sequence[Entry], logits: torch.Tensor) -> list[Update]:
+    def _taken(self, rows: Sequence[BatchRow], logits: torch.Tensor) -> list[Update]:
         """Move the rows on, and hand out the tokens of those that have read their prompts."""
-        speaking: list[tuple[Entry, int, range]] = []  # with the depth and the places of what the pass said of each
+        speaking: list[tuple[BatchRow, int, range]] = []  # with the depth and the places of what the pass said of each
         behind = 0
         for row in rows:
             tokens, depth = row.next_tokens(), row.pass_depth
@@ -423,7 +423,7 @@ class Batcher:
             behind += len(places)
         return updates
 
-    def _picked(self, asked: Sequence[tuple[Entry, int]], logits: torch.Tensor) -> list[int | Exception]:
+    def _picked(self, asked: Sequence[tuple[BatchRow, int]], logits: torch.Tensor) -> list[int | Exception]:
         """The token with this index of each row."""
         samplers, indices = [row.sampler for row, _ in asked], [index for _, index in asked]
         try:
@@ -437,7 +437,9 @@ class Batcher:
                     tokens.append(error)
             return tokens
 
-    def _spoken(self, row: Entry, picked: Sequence[int | Exception], depth: int, logits: torch.Tensor) -> list[Update]:
+    def _spoken(
+        self, row: BatchRow, picked: Sequence[int | Exception], depth: int, logits: torch.Tensor
+    ) -> list[Update]:
         """A draft is kept for its verification; of all else the tokens that are right are told."""
         tokens = [token for token in picked if not isinstance(token, Exception)]
         errors = [error for error in picked if isinstance(error, Exception)]
@@ -462,7 +464,7 @@ class Batcher:
             updates.append(self._failed(row, error))
         return updates
 
-    def _told(self, row: Entry, token: int, depth: int, logits: torch.Tensor) -> Update:
+    def _told(self, row: BatchRow, token: int, depth: int, logits: torch.Tensor) -> Update:
         logprobs = None if row.logprobs is None else logprobs_of(logits, token, row.logprobs)
         if row.reads_its_text:
             row.sampler.record(token, row.index)
@@ -483,12 +485,12 @@ class Batcher:
             self.blocks.promise(row.slot, row.needs[row.depth])
         return Update(row.id, token, depth, text, logprobs)
 
-    def _failed(self, row: Entry, error: Exception) -> Update:
+    def _failed(self, row: BatchRow, error: Exception) -> Update:
         self.counters.errors += 1
         self._leave(row)
         return Update(row.id, finished=True, error=error)
 
-    def _leave(self, row: Entry) -> None:
+    def _leave(self, row: BatchRow) -> None:
         if row in self.rows:
             self.rows.remove(row)
             self.blocks.leave(row.slot)

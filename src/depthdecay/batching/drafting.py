@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from depthdecay.engine.request import Request
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.accept import count_right
@@ -30,7 +30,7 @@ from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRe
 from depthdecay.speculative.prompt_lookup import Lookup
 
 if TYPE_CHECKING:
-    from depthdecay.batching.row import Entry
+    from depthdecay.batching.row import BatchRow
 
 
 class RowDrafts:
@@ -116,7 +116,7 @@ class BatchPace(Pace):
 class BatchDrafting:
     """What the lossless rows of a batch do in its next step."""
 
-    def __init__(self, stack: Stack, plan: Plan, repairs: Repairs) -> None:
+    def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs) -> None:
         self.num_layers = stack.num_layers
         self.pace = BatchPace()
         self.found = Share.at_first(0.6)  # right, of what rows find in their texts
@@ -125,7 +125,7 @@ class BatchDrafting:
         self.drafter: TrackRecord | None = None  # by layers, of the window that rows are in
         self.left = 0  # its steps that are still to come
 
-    def prepare(self, rows: Sequence[Entry], room: int, deepest: int) -> None:
+    def prepare(self, rows: Sequence[BatchRow], room: int, deepest: int) -> None:
         """Decide what the next pass of each lossless row is: a draft, or full depth over its drafts, if any.
 
         `rows`: all that decode. `room`: rows that the step may have, drafts counted. `deepest`: of whatever else the
@@ -153,7 +153,7 @@ class BatchDrafting:
             del drafts.tokens[free:]
             free -= len(drafts.tokens)
 
-    def _begin(self, able: Sequence[Entry], rows: int, room: int, rest: int) -> None:
+    def _begin(self, able: Sequence[BatchRow], rows: int, room: int, rest: int) -> None:
         """A window where one pays: by layers for all rows that can, or what each finds in its own text."""
         free = room - rows
         if free < 1:

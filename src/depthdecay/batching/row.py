@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from depthdecay.batching.drafting import RowDrafts
-from depthdecay.engine.result import Answer
+from depthdecay.engine.result import AnswerInProgress
 from depthdecay.engine.sampling import Sampler, alike
 from depthdecay.plan.plan import Plan
 
 
 @dataclass(eq=False)
-class Entry:
+class BatchRow:
     """`row` takes the answer's tokens; `slot` is its place among the blocks once it was admitted."""
 
     id: int
     prompt: list[int]
     plan: Plan
-    row: Answer
+    row: AnswerInProgress
     sampler: Sampler
     new_tokens: int
     logprobs: int | None

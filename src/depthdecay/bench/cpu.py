@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
 from depthdecay.bench.decoding import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.costs import Costs
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import whole_number
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 LLAMA = "llama.cpp"
@@ -92,7 +92,7 @@ def run_cpu_bench(
     models = {dtype: load(dtype) for dtype in ("fp32", "bf16")}
     wide = models["fp32"]
     plan = choose_plan(wide)
-    stack = Stack.of(wide.model)
+    stack = LayerStack.of(wide.model)
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:
         raise DepthDecayError(
@@ -133,7 +133,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def _transformers(name: str, loaded: LoadedModel, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
-    stack = Stack.of(loaded.model)
+    stack = LayerStack.of(loaded.model)
     decode = transformers_decoding(loaded.model, prompt, new_tokens)
     return _CpuContender(f"generate {name}", decode, step_bytes=sum(stack.layer_bytes()) + stack.head_bytes())
 

@@ -16,7 +16,7 @@ from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError, failure
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import synchronize
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.plan.plan import Plan
 
 # True shapes, to be filled with random weights: right for speed, useless for text.
@@ -46,7 +46,7 @@ _TITLES = {
 
 
 @dataclass
-class Row:
+class DecodingRow:
     """One method's figures. Times are of decoding only; the prompt's own pass and set-up stand apart."""
 
     method: str
@@ -68,14 +68,14 @@ class Row:
 
 
 @dataclass
-class Report:
+class DecodingReport:
     """A whole run: what it ran on and what came out."""
 
     model: str
     settings: dict[str, Any]
     copy_gb_per_second: float
     weight_gb: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DecodingRow] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,12 +112,12 @@ def run_bench(
     methods: Sequence[str] = METHODS,
     compile_layers: bool = True,
     progress: Callable[[str], None] = lambda message: None,
-) -> Report:
+) -> DecodingReport:
     """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:
         raise DepthDecayError(
@@ -136,7 +136,7 @@ def run_bench(
     }
     settings |= {"dtype": str(stack.model.dtype).removeprefix("torch."), "device": device.type, "plan": plan.describe()}
     costs = Costs(stack, plan)
-    report = Report(name, settings, copy_bandwidth(device), costs.full() / 1e9)
+    report = DecodingReport(name, settings, copy_bandwidth(device), costs.full() / 1e9)
     contenders = {}
     for method in methods:
         progress(f"preparing {_TITLES[method]}")
@@ -233,15 +233,17 @@ def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **
         return time.perf_counter() - started
 
     def decode() -> tuple[float, int | None]:
-        with never_ending(Stack.of(model).model):
+        with never_ending(LayerStack.of(model).model):
             first = generate(1)
             return generate(new_tokens) - first, None
 
     return decode
 
 
-def _row(method: str, contender: Contender, costs: Costs, plan: Plan, report: Report, full: Contender | None) -> Row:
-    row = Row(method, contender.title, error=contender.error)
+def _row(
+    method: str, contender: Contender, costs: Costs, plan: Plan, report: DecodingReport, full: Contender | None
+) -> DecodingRow:
+    row = DecodingRow(method, contender.title, error=contender.error)
     if contender.error is not None:
         return row
     batch, steps = report.settings["batch"], report.settings["new_tokens"] - 1

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError, one_line
-from depthdecay.plan.schedule import whole_number
 
 MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 1024
@@ -79,7 +79,7 @@ class Outcome:
 
 
 @dataclass
-class Report:
+class LoadReport:
     """All requests together."""
 
     model: str
@@ -124,11 +124,11 @@ def percentiles(seconds: list[float | None]) -> dict[str, float] | None:
     return {f"p{p}": 1000 * known[min(len(known) - 1, -(-len(known) * p // 100) - 1)] for p in (50, 95, 99)}
 
 
-def run_load(load: Load, progress: Callable[[int], None] | None = None) -> Report:
+def run_load(load: Load, progress: Callable[[int], None] | None = None) -> LoadReport:
     return asyncio.run(_run(load, progress or (lambda done: None)))
 
 
-async def _run(load: Load, progress: Callable[[int], None]) -> Report:
+async def _run(load: Load, progress: Callable[[int], None]) -> LoadReport:
     import httpx
 
     generator = random.Random(load.seed)
@@ -162,7 +162,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> Report:
             tasks.append(asyncio.create_task(go(body, hang_up_after, arrived)))
         await asyncio.gather(*tasks)
         seconds = time.perf_counter() - started
-        return Report(model, seconds, outcomes, await _left_behind(client))
+        return LoadReport(model, seconds, outcomes, await _left_behind(client))
 
 
 async def _left_behind(client: Any) -> dict[str, float]:

@@ -31,7 +31,7 @@ Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer
 
 
 @dataclass
-class Difference:
+class Divergence:
     """Where an answer leaves full depth's, and by how little full depth had decided there.
 
     The margin is between the two tokens' logits, in a plain pass of the model over the text that both share. `as_close`
@@ -62,7 +62,7 @@ class LosslessRow:
     passes_per_token: float | None = None  # layer passes, in full-depth steps; its inverse is the ideal speed-up
     realised: float | None = None
     answers_that_differ: int = 0  # from full depth
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Divergence] = field(default_factory=list)
     error: str | None = None
     _verifications: int = 0
     _passes: float = 0.0
@@ -226,7 +226,7 @@ def _same_layers(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _difference(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Difference]:
+def _difference(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Divergence]:
     place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
     if place is None:  # one is the beginning of the other
         return []
@@ -236,7 +236,7 @@ def _difference(model: Any, number: int, ids: list[int], expected: list[int], to
     margin = float(logits[place, expected[place]] - logits[place, tokens[place]])
     spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(float(best[place])), 1e-30)))
     as_close = float((best - second <= abs(margin)).float().mean())
-    return [Difference(number, place, round(margin, 5), spacing, round(as_close, 5))]
+    return [Divergence(number, place, round(margin, 5), spacing, round(as_close, 5))]
 
 
 def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None) -> None:

@@ -18,19 +18,19 @@ from depthdecay.calibration.goal import CONFIDENCE, Goal, upper_bound
 from depthdecay.calibration.influence import block_influence, unrepaired_share
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.search import Found, Search
-from depthdecay.calibration.settings import Settings
+from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import free_bytes
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
+from depthdecay.model.speedup import plan_at_speedup
 from depthdecay.plan.file import PLAN_FILE
 from depthdecay.plan.identity import identity
 from depthdecay.plan.ladder import Ladder, runs_of
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.speedup import plan_at_speedup
 
 Say = Callable[[str], None]
 
@@ -67,19 +67,19 @@ class Calibration:
         tokenizer: Any,
         prompts: Sequence[Any],
         folder: Path,
-        settings: Settings | None = None,
+        settings: CalibrationSettings | None = None,
         *,
         name: str = "the model",
         say: Say = lambda message: None,
     ) -> None:
         self.started = time.monotonic()
-        self.stack = Stack.of(model)
+        self.stack = LayerStack.of(model)
         self.model = model
         self.name = name
         self.identity = identity(self.stack.model)
         device = self.stack.model.device
         self.say = say
-        self.settings = settings or Settings.for_device(device)
+        self.settings = settings or CalibrationSettings.for_device(device)
         split = self._split(prompts, tokenizer)
         others = self._others(prompts, tokenizer, len(split.calibration))
         inputs = {
@@ -148,7 +148,7 @@ class Calibration:
         states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
         return int(0.7 * free_bytes(device) / (2.5 * states))
 
-    def _within_texts(self, texts: Sequence[Continuation]) -> Settings:
+    def _within_texts(self, texts: Sequence[Continuation]) -> CalibrationSettings:
         """A horizon that texts reach: what few of them come to cannot be measured, so it is not promised."""
         lengths = sorted((len(text.tokens) for text in texts), reverse=True)
         reached = max(lengths[len(lengths) // 4], 2)
@@ -523,7 +523,7 @@ _LEAST_SPEEDUP = 1.01
 _AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
 
 
-def _sizes_of_maps(plan: Plan, stack: Stack, settings: FitSettings) -> Repairs:
+def _sizes_of_maps(plan: Plan, stack: LayerStack, settings: FitSettings) -> Repairs:
     """Stand-ins with the shapes that maps of these settings will have: costs are known before anything is fitted."""
     hidden = stack.hidden_size
     rank = min(settings.rank, hidden)

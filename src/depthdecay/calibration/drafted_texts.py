@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from depthdecay.calibration.recording import Batch, Recording
+from depthdecay.calibration.recording import RecordedBatch, Recording
 from depthdecay.internals import attention_name
 from depthdecay.model.grouped_attention import replaced_attention, scaling_of
 from depthdecay.model.kv_cache import PlannedCache
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.patches import replaced
 
 Own = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def can_simulate_drafts(stack: Stack) -> bool:
+def can_simulate_drafts(stack: LayerStack) -> bool:
     """Whether attention can be taken over: models that call torch's, with nothing special about it."""
     config = _config(stack)
     plain = getattr(config, "attn_logit_softcapping", None) is None
     return plain and attention_name(config) == "sdpa"
 
 
-def _config(stack: Stack) -> Any:
+def _config(stack: LayerStack) -> Any:
     return stack.config
 
 
@@ -39,7 +39,7 @@ class Drafts(Recording):
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.stack, recording.batches, recording.columns)
 
-    def run_layer(self, batch: Batch, index: int, state: torch.Tensor) -> torch.Tensor:
+    def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
         super().run_layer(batch, index, batch.states[index])  # others may have written over the full model's keys
         args, kwargs = batch.calls[index]
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, PlannedCache))

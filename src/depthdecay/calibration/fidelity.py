@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.calibration.recording import Batch, Recording
+from depthdecay.calibration.recording import RecordedBatch, Recording
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 
@@ -68,7 +68,7 @@ class Simulator:
         return tally.fidelity()
 
     @torch.no_grad()
-    def final_state(self, batch: Batch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
+    def final_state(self, batch: RecordedBatch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
         """The state behind the last layer, every column at the depth of the token that it predicts."""
         segments = depth_segments(plan, batch.inputs.shape[1])
         dropped = {depth: frozenset(plan.dropped(depth)) for depth in segments}
@@ -100,7 +100,7 @@ class Tally:
         self.tokens_by_prompt: list[int] = []
 
     @torch.no_grad()
-    def add(self, recording: Recording, batch: Batch, state: torch.Tensor) -> None:
+    def add(self, recording: Recording, batch: RecordedBatch, state: torch.Tensor) -> None:
         full = recording.logits(batch, batch.states[-1])
         for (rows, expected), (_, given) in zip(full, recording.logits(batch, state), strict=True):
             figures = compare(expected, given, batch.targets[rows])  # (5, rows, columns)

@@ -9,7 +9,7 @@ import torch
 
 from depthdecay.calibration.fidelity import depth_segments
 from depthdecay.calibration.recording import Recording
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, gated, normalised
 from depthdecay.plan.ladder import runs_of
 from depthdecay.plan.plan import Plan
@@ -36,7 +36,7 @@ class Neurons:
 
 
 @torch.no_grad()
-def strongest_neurons(stack: Stack, start: int, end: int, state: torch.Tensor, count: int) -> Neurons | None:
+def strongest_neurons(stack: LayerStack, start: int, end: int, state: torch.Tensor, count: int) -> Neurons | None:
     """The neurons of each layer in a run that move its output most, as seen from the state before the run."""
     gates, lifts = [], []
     normal = normalised(state)

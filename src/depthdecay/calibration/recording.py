@@ -16,11 +16,11 @@ import torch
 from depthdecay.calibration.continuations import Continuation
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.kv_cache import PlannedCache, Prompt
-from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
 
 @dataclass
-class Batch:
+class RecordedBatch:
     """Some texts after their prompts' pass. Column j reads token T_j and predicts T_(j+1)."""
 
     inputs: torch.Tensor  # (rows, columns)
@@ -33,7 +33,7 @@ class Batch:
 class Recording:
     """Batches of texts on one model."""
 
-    def __init__(self, stack: Stack, batches: list[Batch], columns: int) -> None:
+    def __init__(self, stack: LayerStack, batches: list[RecordedBatch], columns: int) -> None:
         self.stack = stack
         self.batches = batches
         self.columns = columns
@@ -41,7 +41,7 @@ class Recording:
     @classmethod
     def of(
         cls,
-        stack: Stack,
+        stack: LayerStack,
         texts: Sequence[Continuation],
         *,
         rows: int = 32,
@@ -67,14 +67,14 @@ class Recording:
         return sum(batch.inputs.shape[0] for batch in self.batches)
 
     @torch.no_grad()
-    def run_layer(self, batch: Batch, index: int, state: torch.Tensor) -> torch.Tensor:
+    def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
         """One layer on other states of the same texts."""
         args, kwargs = batch.calls[index]
         output = self.stack.layers[index](state, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
-    def logits(self, batch: Batch, state: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def logits(self, batch: RecordedBatch, state: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """What the model's own head says about final states, a few rows at a time: vocabularies are large."""
         vocabulary = self.stack.model.get_input_embeddings().weight.shape[0]
         room = _LOGIT_BYTES if state.device.type == "cuda" else _LOGIT_BYTES // 8
@@ -96,7 +96,7 @@ _LOGIT_BYTES = 2**31
 
 
 @torch.no_grad()
-def _record(stack: Stack, texts: Sequence[Continuation], columns: int) -> Batch:
+def _record(stack: LayerStack, texts: Sequence[Continuation], columns: int) -> RecordedBatch:
     device = primary_device(stack.model)
     prompt = Prompt.pad([list(text.prompt) for text in texts], 0, device)
     tokens = torch.zeros((len(texts), columns + 1), dtype=torch.long)
@@ -129,4 +129,4 @@ def _record(stack: Stack, texts: Sequence[Continuation], columns: int) -> Batch:
         stack.run(LayerPass(run_layer=watch), tokens[:, :-1], mask, cache, later)
     if not all(torch.isfinite(states[-1][row]).all() for row in range(len(texts))):
         raise DepthDecayError("the model's states are not finite numbers (NaN or infinity); try --dtype fp32 or bf16")
-    return Batch(tokens[:, :-1], tokens[:, 1:], valid, calls, states)
+    return RecordedBatch(tokens[:, :-1], tokens[:, 1:], valid, calls, states)

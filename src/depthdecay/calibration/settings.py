@@ -10,7 +10,7 @@ from depthdecay.calibration.fit import FitSettings
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """How much is measured. The defaults of `for_device` suit a GPU, or two cores and a small model."""
 
     fit_prompts: int = 1024
@@ -42,7 +42,7 @@ class Settings:
         return min(max(1 / speedup - 0.14, 0.1), 0.9)
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Settings:
+    def for_device(cls, device: torch.device) -> CalibrationSettings:
         if device.type == "cuda":
             return cls()
         return cls(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from depthdecay.bench.cpu import CpuReport
-    from depthdecay.bench.decoding import Report, Row
+    from depthdecay.bench.decoding import DecodingReport, DecodingRow
     from depthdecay.model.load import LoadedModel
     from depthdecay.plan.plan import Plan
 
@@ -232,7 +232,7 @@ def _spread(values: list[float] | None) -> str:
     return "–" if values is None else f"{values[0]:.2f} ({values[1]:.2f}–{values[2]:.2f})"
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: DecodingReport) -> None:
     console = Console()
     settings = report.settings
     console.print(
@@ -253,7 +253,7 @@ def _print_report(report: Report) -> None:
         console.print("[dim]CPU times are only worth comparing within one run: the rounds are interleaved for that.[/]")
 
 
-def _table(report: Report) -> Table:
+def _table(report: DecodingReport) -> Table:
     """Methods side by side, a line per figure: narrow enough for any terminal."""
     table = figures_table("", *(_HEADINGS[row.method] for row in report.rows))
     for label, show in _FIGURES.items():
@@ -271,7 +271,7 @@ _HEADINGS = {
     "full": "depthdecay\nfull depth",
     "decay": "depthdecay\ndecay",
 }
-_FIGURES: dict[str, Callable[[Row], str]] = {
+_FIGURES: dict[str, Callable[[DecodingRow], str]] = {
     "ms/token": lambda row: _number(row.ms_per_token, 3),
     "  range of rounds": lambda row: f"{_number(row.ms_min, 2)}–{_number(row.ms_max, 2)}",
     "tokens/s": lambda row: _number(row.tokens_per_second, 1),
@@ -337,7 +337,7 @@ def _bench_lossless(
 
         from depthdecay.bench.lossless import PEERS, run_lossless_bench
         from depthdecay.model.prompts import token_ids
-        from depthdecay.plan.speedup import drafter_of
+        from depthdecay.plan.shelf import drafter_of
 
         asked = opt.prompts_of(prompts, task)
         unknown = [peer for peer in peers or () if peer not in PEERS]

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from depthdecay.arguments import exact_decimal
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import make_folder
-from depthdecay.plan.schedule import exact_decimal
 
 if TYPE_CHECKING:
-    from depthdecay.calibration import Calibrated, Calibration, Settings
+    from depthdecay.calibration.calibrate import Calibrated, Calibration
+    from depthdecay.calibration.settings import CalibrationSettings
 
 _goal, _effort = (partial(typer.Option, rich_help_panel=panel) for panel in ("Goal (one of)", "Effort"))
 DEFAULT_MAX_KL = 0.02
@@ -67,9 +68,11 @@ def calibrate(
     wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
-    from depthdecay.calibration import Calibration, Goal, Settings
+    from depthdecay.calibration.calibrate import Calibration
     from depthdecay.calibration.drafter import LOWEST_SHARE
-    from depthdecay.plan.speedup import LOSSLESS_FOLDER
+    from depthdecay.calibration.goal import Goal
+    from depthdecay.calibration.settings import CalibrationSettings
+    from depthdecay.plan.shelf import LOSSLESS_FOLDER
 
     goal = Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)
     further = {f"speedup-{value:g}": Goal(speedup=value) for value in others}
@@ -87,7 +90,7 @@ def calibrate(
         **{"beam": beam, "width": width, "minutes": minutes, "variety": None if variety else 0.0, "seed": seed},
     }
     said = {name: value for name, value in given.items() if value is not None}
-    settings = replace(Settings.for_device(loaded.model.device), **said)
+    settings = replace(CalibrationSettings.for_device(loaded.model.device), **said)
     if goal.speedup is not None or (goal.lossless and others):
         settings = replace(settings, lowest_share=settings.share_for(max([goal.speedup or 1.0, *others])))
     if lossless:
@@ -112,7 +115,7 @@ def sensible_speedup(name: str, text: str) -> float:
     return float(value)
 
 
-def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Settings:
+def _with_sizes(settings: CalibrationSettings, rank: int | None, neurons: int | None) -> CalibrationSettings:
     """Sizes that the user fixed are not chosen any more."""
     if rank is None and neurons is None:
         return settings
@@ -121,8 +124,8 @@ def _with_sizes(settings: Settings, rank: int | None, neurons: int | None) -> Se
 
 
 def _save(run: Calibration, made: Calibrated, folder: Path) -> None:
-    from depthdecay.calibration import report_data
     from depthdecay.calibration.report_page import write_report
+    from depthdecay.calibration.summary import report_data
     from depthdecay.result_files import provenance, write_result
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,9 @@ def check(
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
     from depthdecay.correctness import check_model, default_plan
-    from depthdecay.model.layers import Stack
+    from depthdecay.model.layers import LayerStack
 
-    chosen = chosen or default_plan(Stack.of(loaded.model).num_layers, new_tokens)
+    chosen = chosen or default_plan(LayerStack.of(loaded.model).num_layers, new_tokens)
     number_type = str(loaded.model.dtype).removeprefix("torch.")
     console = out_console()
     if not as_json:

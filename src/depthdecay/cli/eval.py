@@ -16,7 +16,7 @@ from depthdecay.errors import DepthDecayError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from depthdecay.evaluation.report import Report, Row
+    from depthdecay.evaluation.report import EvaluationReport, EvaluationRow
 
 _task, _compared, _output = (partial(typer.Option, rich_help_panel=panel) for panel in ("Task", "Compared", "Output"))
 
@@ -76,10 +76,10 @@ def eval_command(
             raise DepthDecayError(
                 f"'{model.model}' has no tokenizer, so it cannot be asked anything; give one that has"
             )
-        from depthdecay.evaluation.evaluate import Settings, evaluate
+        from depthdecay.evaluation.evaluate import EvaluationSettings, evaluate
         from depthdecay.evaluation.work_file import WorkFile
 
-        settings = Settings(
+        settings = EvaluationSettings(
             names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)
         )
         work = WorkFile.beside(target) if target is not None else WorkFile(None)
@@ -93,7 +93,7 @@ def _listed(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: EvaluationReport) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # a table in a file has no margin to keep
@@ -113,7 +113,7 @@ def _print_report(report: Report) -> None:
         console.print("[dim]Methods ran one after the other: on a busy CPU only bench compares their times.[/]")
 
 
-def _table(report: Report) -> Table:
+def _table(report: EvaluationReport) -> Table:
     """A line a method and budget; further measures and subtasks' mean where the task has them."""
     shown = dict(_COLUMNS)
     if any(row.acceptance is not None for row in report.rows):
@@ -128,7 +128,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _measure(name: str) -> Callable[[Row], str]:
+def _measure(name: str) -> Callable[[EvaluationRow], str]:
     return lambda row: f"{100 * row.measures[name]['mean']:.1f}"
 
 
@@ -142,7 +142,7 @@ def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}x"
 
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+_COLUMNS: dict[str, Callable[[EvaluationRow], str]] = {
     "right\n%": lambda row: f"{100 * row.accuracy:.1f}",
     "Δ to full\n": lambda row: _difference(row.difference_to_full),
     "tokens\neach": lambda row: f"{row.tokens / row.n:.0f}",

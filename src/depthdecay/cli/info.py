@@ -81,13 +81,13 @@ def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
 
 def passes(engine: Engine) -> dict[str, Any]:
     """How passes run on a CPU: compiled or the model's own, and which matrices in how many bits."""
-    from depthdecay.cpu.compiled_stack import CpuStack
+    from depthdecay.cpu.compiled_stack import CompiledLayerStack
     from depthdecay.cpu.supported_models import OtherForm, form_of
     from depthdecay.cpu.threads import threads
 
     if engine.device.type != "cpu":
         return {"compiled": False, "why": None}
-    if isinstance(engine.stack, CpuStack):
+    if isinstance(engine.stack, CompiledLayerStack):
         rounded = engine.stack.rounded
         return {"compiled": True, "threads": threads(), "quantized": None if rounded is None else rounded.describe()}
     try:

@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from depthdecay.bench.loadtest import Load, Report, run_load
+from depthdecay.arguments import exact_decimal
+from depthdecay.bench.loadtest import Load, LoadReport, run_load
 from depthdecay.cli.serve import KEY_VARIABLE
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.schedule import exact_alpha, exact_decimal
+from depthdecay.plan.schedule import exact_alpha
 
 
 def loadtest(
@@ -82,7 +83,7 @@ def depths_of(modes: list[str], alphas: list[str], speedups: list[str], over: in
     return tuple(chosen) or ({},)
 
 
-def show(report: Report) -> None:
+def show(report: LoadReport) -> None:
     figures = report.figures()
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from depthdecay.arguments import exact_decimal, whole_number
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import expanded
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import exact_alpha, exact_decimal, whole_number
+from depthdecay.plan.schedule import exact_alpha
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
-    from depthdecay.model.layers import Stack
+    from depthdecay.model.layers import LayerStack
     from depthdecay.model.load import LoadedModel
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -155,10 +156,10 @@ class PlanOptions:
 
     def choose(self, model: Any, name: str, stored: Plan | None, new_tokens: int | None) -> Plan | None:
         """The plan for a loaded model: stored, stored and re-scheduled, calibrated beforehand, or made by rule."""
-        from depthdecay.model.layers import Stack
+        from depthdecay.model.layers import LayerStack
 
         over = self.over or new_tokens or DEFAULT_OVER
-        stack = Stack.of(model)
+        stack = LayerStack.of(model)
         if stored is not None:
             return stored if self.speedup is None else self._rescheduled(stored, stack, over)
         shaped = any(value is not None for value in (self.core_head, self.core_tail, self.min_layers))
@@ -173,8 +174,9 @@ class PlanOptions:
                 )
         return self.make(stack.num_layers, new_tokens)
 
-    def _rescheduled(self, stored: Plan, stack: Stack, over: int) -> Plan:
-        from depthdecay.plan.speedup import plan_at_speedup, stored_plan
+    def _rescheduled(self, stored: Plan, stack: LayerStack, over: int) -> Plan:
+        from depthdecay.model.speedup import plan_at_speedup
+        from depthdecay.plan.shelf import stored_plan
 
         assert self.speedup is not None
         base = stored_plan(stored, float(exact_decimal("speed-up", self.speedup)))
@@ -324,7 +326,7 @@ def open_engine(
     loaded = model.load(quiet)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
     if mode == "lossless" and chosen is not None and plan.speedup is None:
-        from depthdecay.plan.speedup import drafter_of
+        from depthdecay.plan.shelf import drafter_of
 
         chosen = drafter_of(chosen)
     # The embedded model's own plan drafts better than a guess.

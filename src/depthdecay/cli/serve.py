@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from depthdecay.arguments import whole_number
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import read_bytes
-from depthdecay.plan.schedule import whole_number
 
 KEY_VARIABLE = "DEPTHDECAY_API_KEY"
 _server, _limit = (partial(typer.Option, rich_help_panel=panel) for panel in ("Server", "Limits"))
@@ -68,7 +68,7 @@ def serve(
     loaded, engine = opt.open_engine(model, plan, None, allow_other_weights=allow_other_weights)
     if engine.tokenizer is None:
         raise DepthDecayError("this model has no tokenizer, and a server speaks text")
-    from depthdecay.batching import Batcher, BatchSettings
+    from depthdecay.batching.batcher import Batcher, BatchSettings
     from depthdecay.serve.app import ServeSettings, make_app
     from depthdecay.serve.server import run_server
     from depthdecay.serve.worker import Worker

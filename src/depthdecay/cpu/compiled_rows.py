@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from depthdecay.cpu import kernel_library as native
-from depthdecay.cpu.compiled_stack import CpuStack
+from depthdecay.cpu.compiled_stack import CompiledLayerStack
 from depthdecay.cpu.threads import threads
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
-from depthdecay.runners.kv_blocks import BLOCK, Blocks
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
 # With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
 FEW_TOKENS = 16
@@ -23,7 +23,7 @@ FEW_TOKENS = 16
 class CompiledRows:
     """The passes of some texts. Weights are those of the time when this is made."""
 
-    def __init__(self, stack: CpuStack, blocks: Blocks, repairs: Repairs) -> None:
+    def __init__(self, stack: CompiledLayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack, self.blocks, self.repairs = stack, blocks, repairs
         pointers = ctypes.c_void_p * stack.num_layers
         stores = [blocks.store(layer) for layer in range(stack.num_layers)]
@@ -32,9 +32,9 @@ class CompiledRows:
         self.halves = stores[0].keys.dtype == torch.bfloat16
 
     @classmethod
-    def of(cls, stack: Stack, blocks: Blocks, repairs: Repairs) -> CompiledRows | None:
+    def of(cls, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> CompiledRows | None:
         """Where the model has a compiled pass and is still as it was when that was tried."""
-        return cls(stack, blocks, repairs) if isinstance(stack, CpuStack) and stack.refresh() else None
+        return cls(stack, blocks, repairs) if isinstance(stack, CompiledLayerStack) and stack.refresh() else None
 
     def takes(self, tokens: int) -> bool:
         """Whether passes over so many tokens run here; rounded weights are nowhere else."""

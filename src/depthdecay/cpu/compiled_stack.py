@@ -17,14 +17,14 @@ from depthdecay.cpu.packed_weights import QUANTIZED, Rounded, check_setting, rou
 from depthdecay.cpu.quantized_blocks import BFLOAT16, FLOAT32, Packed
 from depthdecay.cpu.supported_models import PROJECTIONS, Form, OtherForm, form_of, hooked
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import KeptShape, Stack, primary_device
+from depthdecay.model.layers import KeptShape, LayerStack, primary_device
 from depthdecay.model.repairs import Repair, Repairs
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.patches import patched
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import Part
 from depthdecay.runners.forward import ForwardRunner
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.short_head import ShortHead
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, against the model's own forward
@@ -35,16 +35,16 @@ def open_stack(
     model: Any,
     *,
     quantize: str | None = None,
-    origin: Origin | None = None,
+    origin: WeightsOrigin | None = None,
     fast: bool | None = None,
     say: Callable[[str], None] = lambda message: None,
-) -> Stack:
+) -> LayerStack:
     """The model's layers with the fastest passes there are: compiled on a CPU where it can be, else the model's own.
 
     `quantize` says how weights are read (none, int8, int4); what cannot be so runs as it is, and a warning says why.
     """
     check_setting(quantize)
-    plain = Stack.of(model)
+    plain = LayerStack.of(model)
     setting = quantize if quantize in QUANTIZED else None
     device = primary_device(plain.model)
     if device.type != "cpu":
@@ -65,19 +65,19 @@ def open_stack(
 
 
 def _fast_stack(
-    plain: Stack,
+    plain: LayerStack,
     form: Form,
     setting: str | None,
-    origin: Origin | None,
+    origin: WeightsOrigin | None,
     fast: bool | None,
     say: Callable[[str], None],
-) -> Stack:
+) -> LayerStack:
     code = None if fast is False else _code()
     if code is None:
         if setting is None or rounded(form, setting, origin, say).is_exact:
             return plain
         return WidenedStack.over(plain, form, setting, origin)
-    trial = CpuStack(plain.model, plain.owner, plain.layers, plain.windows)
+    trial = CompiledLayerStack(plain.model, plain.owner, plain.layers, plain.windows)
     trial.prepare(code, form, None)
     difference = _difference(trial)
     if not difference < _TOLERANCE[form.dtype]:
@@ -93,7 +93,7 @@ def _fast_stack(
 
 
 @torch.no_grad()
-def _difference(stack: CpuStack) -> float:
+def _difference(stack: CompiledLayerStack) -> float:
     """How far a compiled pass is from the model's own forward: embedding, first and last layer, output matrix."""
     from depthdecay.cpu.compiled_rows import CompiledRows
 
@@ -103,7 +103,7 @@ def _difference(stack: CpuStack) -> float:
     part = Part(0, 0, [token * (vocabulary // count) for token in range(count)], min(2, layers), ends, count)
     said = []
     for way in (ForwardRunner, CompiledRows):
-        blocks = Blocks.of_rows(stack.kept_shapes(), [[count] * layers])
+        blocks = KVBlocks.of_rows(stack.kept_shapes(), [[count] * layers])
         said.append(way(stack, blocks, Repairs()).run([part]).logits.float())
     return float((said[0] - said[1]).abs().max() / said[0].abs().max())
 
@@ -116,13 +116,13 @@ def _code() -> native.Library | None:
         return None
 
 
-def widen_in_place(model: Any, setting: str, origin: Origin | None = None) -> None:
+def widen_in_place(model: Any, setting: str, origin: WeightsOrigin | None = None) -> None:
     """Give a model the weights that it has at a setting: calibration looks into layers, which compiled code hides.
 
     An output matrix that is the embedding too stays as it is: embeddings are not rounded.
     """
     check_setting(setting)
-    plain = Stack.of(model)
+    plain = LayerStack.of(model)
     device = primary_device(plain.model)
     if device.type != "cpu":
         raise DepthDecayError(f"quantize={setting} is for models on a CPU, and this one is on {device}")
@@ -147,7 +147,7 @@ def _warn_once(message: str) -> None:
     _warn(message)
 
 
-class WidenedStack(Stack):
+class WidenedStack(LayerStack):
     """Rounded weights without compiled code: the model's own forward, given what the rounded weights stand for."""
 
     widened: dict[str, torch.Tensor]
@@ -155,7 +155,7 @@ class WidenedStack(Stack):
     head_weight: torch.Tensor
 
     @classmethod
-    def over(cls, plain: Stack, form: Form, setting: str, origin: Origin | None) -> WidenedStack:
+    def over(cls, plain: LayerStack, form: Form, setting: str, origin: WeightsOrigin | None) -> WidenedStack:
         stack = cls(plain.model, plain.owner, plain.layers, plain.windows)
         names = {id(parameter): name for name, parameter in plain.model.named_parameters()}
         weights = widened_weights(form, setting, origin)
@@ -173,7 +173,7 @@ class WidenedStack(Stack):
             return torch.func.functional_call(self.model, self.widened, kwargs=arguments)
 
 
-class CpuStack(Stack):
+class CompiledLayerStack(LayerStack):
     """A model whose passes can be one compiled call (rows.py): what lies where, as that call takes it.
 
     It is read from the model itself. Its own weights are used where they lie, so nothing is copied and a change of them
@@ -186,7 +186,7 @@ class CpuStack(Stack):
         self.code, self.form, self.rounded = code, form, weights
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
         self._maps: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._short: tuple[ShortHead, torch.Tensor | None, native.Model] | None = None
+        self._short: tuple[ShortHead, torch.Tensor | None, native.ModelStruct] | None = None
         self._places = {name: _in_huge_pages(m.data) for name, m in weights.matrices.items()} if weights else {}
         self._read_weights()
 
@@ -213,17 +213,17 @@ class CpuStack(Stack):
         return [KeptShape(kept, kept, form.dtype, torch.device("cpu"))] * self.num_layers
 
     @property
-    def weights(self) -> native.Model:
+    def weights(self) -> native.ModelStruct:
         return self._model
 
     def packed_matrix(self, name: str, packed: Packed, bias: int | None = None) -> native.Matrix:
         return native.Matrix(self._places[name].data_ptr(), bias, packed.rows, packed.columns, packed.kind)
 
-    def shortened(self, short: ShortHead) -> native.Model:
+    def shortened(self, short: ShortHead) -> native.ModelStruct:
         """The same model with fewer rows in its output matrix; they stay where they are while their content changes."""
         if self._short is None or self._short[0] is not short:
             bias = None if short.bias is None else short.bias.float()
-            model = native.Model.from_buffer_copy(self._model)
+            model = native.ModelStruct.from_buffer_copy(self._model)
             model.head = _float_matrix(short.weight, None if bias is None else bias.data_ptr())
             self._short = (short, bias, model)
         return self._short[2]
@@ -277,7 +277,7 @@ class CpuStack(Stack):
                 setattr(table[index], name, matrix(f"{index}.{name}", layer.projections[name]))
             table[index].window = self.windows[index] or 0
         self._alive, self._table, self._short = alive, table, None
-        self._model = native.Model(
+        self._model = native.ModelStruct(
             hidden=form.embedding.embedding_dim,
             heads=form.heads,
             key_value_heads=form.key_value_heads,

@@ -54,7 +54,7 @@ class Segment(Structure):
     _fields_ = [("first", c_int64), ("count", c_int64), ("map", POINTER(POINTER(Map)))]
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "heads", "key_value_heads", "head_size", "neurons", "layers")),
         ("epsilon", c_float),
@@ -96,11 +96,11 @@ class Library:
             code = ctypes.CDLL(str(file))
             code.depthdecay_sizes.restype = c_int64
             sizes = code.depthdecay_sizes()
-            code.depthdecay_pass.argtypes = [POINTER(Model), POINTER(Pass)]
+            code.depthdecay_pass.argtypes = [POINTER(ModelStruct), POINTER(Pass)]
             code.depthdecay_pass.restype = c_int64
         except (OSError, AttributeError) as error:
             raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
-        if sizes != ctypes.sizeof(Model) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
+        if sizes != ctypes.sizeof(ModelStruct) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
             raise Unavailable("the compiled pass lays its structures out in another way")
         self.run = code.depthdecay_pass
 

@@ -16,8 +16,8 @@ from depthdecay.cpu.quantized_blocks import (
     INT8,
     LANES,
     NAMES,
-    Blocks,
     Packed,
+    QuantizedBlocks,
     can_hold,
     from_gguf,
     packed,
@@ -27,7 +27,7 @@ from depthdecay.cpu.quantized_blocks import (
 from depthdecay.cpu.supported_models import Form
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import cache_folder, made_aside
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
 
 QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
@@ -71,7 +71,7 @@ def check_setting(setting: str | None) -> None:
 
 
 def rounded(
-    form: Form, setting: str, origin: Origin | None = None, say: Callable[[str], None] = lambda message: None
+    form: Form, setting: str, origin: WeightsOrigin | None = None, say: Callable[[str], None] = lambda message: None
 ) -> Rounded:
     """The model's matrices at a setting: from the disk where they were rounded before, else rounded and kept."""
     file = None if origin is None else cache_folder() / "cpu" / f"{origin.key}-{setting}-{ROUNDING}.safetensors"
@@ -86,14 +86,14 @@ def rounded(
     return made
 
 
-def widened_weights(form: Form, setting: str, origin: Origin | None = None) -> dict[str, torch.Tensor]:
+def widened_weights(form: Form, setting: str, origin: WeightsOrigin | None = None) -> dict[str, torch.Tensor]:
     """What the matrices are at a setting, by name and in the model's own dtype, for all that computes with floats."""
     own = _own_blocks(form, origin)
     found = ((name, linear, _blocks(name, linear.weight.detach(), setting, own)) for name, linear in form.matrices())
     return {name: blocks.widened().to(linear.weight.dtype) for name, linear, blocks in found if blocks is not None}
 
 
-def _make(form: Form, setting: str, own: Mapping[str, Blocks]) -> Rounded:
+def _make(form: Form, setting: str, own: Mapping[str, QuantizedBlocks]) -> Rounded:
     matrices: dict[str, Packed] = {}
     kept, left = set(), []
     for name, linear in form.matrices():
@@ -107,7 +107,9 @@ def _make(form: Form, setting: str, own: Mapping[str, Blocks]) -> Rounded:
     return Rounded(setting, matrices, frozenset(kept), tuple(left))
 
 
-def _blocks(name: str, weight: torch.Tensor, setting: str, own: Mapping[str, Blocks]) -> Blocks | None:
+def _blocks(
+    name: str, weight: torch.Tensor, setting: str, own: Mapping[str, QuantizedBlocks]
+) -> QuantizedBlocks | None:
     """A file's own blocks lose nothing. Else the output matrix gets 8 bits always: every token is its choice."""
     if not can_hold(weight):
         return None
@@ -117,7 +119,7 @@ def _blocks(name: str, weight: torch.Tensor, setting: str, own: Mapping[str, Blo
     return rounded_to_8(weight) if setting == "int8" or name == "head" else rounded_to_4(weight)
 
 
-def _own_blocks(form: Form, origin: Origin | None) -> dict[str, Blocks]:
+def _own_blocks(form: Form, origin: WeightsOrigin | None) -> dict[str, QuantizedBlocks]:
     """Blocks of the file that the model came from, each held against the model's own weights."""
     if origin is None or origin.gguf is None:
         return {}
@@ -140,7 +142,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_NAMES[projection]}.weight"
 
 
-def _matching(blocks: Blocks | None, weight: torch.Tensor, head_size: int) -> Blocks | None:
+def _matching(blocks: QuantizedBlocks | None, weight: torch.Tensor, head_size: int) -> QuantizedBlocks | None:
     """The blocks in the model's order of rows: llama.cpp interleaves the halves of each head that transformers has."""
     if blocks is None or (blocks.rows, blocks.columns) != tuple(weight.shape):
         return None

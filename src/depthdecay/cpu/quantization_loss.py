@@ -12,13 +12,13 @@ from depthdecay.calibration.fidelity import compare
 from depthdecay.cpu.compiled_stack import open_stack
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 
 NEW_TOKENS = 64
 
@@ -31,7 +31,7 @@ def measure_rounding(
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """By setting the mean KL (nats) and the share of positions where both would pick the same token."""
-    plain = Stack.of(loaded.model)
+    plain = LayerStack.of(loaded.model)
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     limit = plain.context_limit()
     longest = None if limit is None else limit - new_tokens
@@ -60,9 +60,9 @@ def measure_rounding(
     }
 
 
-def _logits(stack: Stack, text: Continuation) -> torch.Tensor:
+def _logits(stack: LayerStack, text: Continuation) -> torch.Tensor:
     """What is said at every place of the answer, given the text before it."""
     ids, layers = [*text.prompt, *text.tokens[:-1]], stack.num_layers
-    blocks = Blocks.of_rows(stack.kept_shapes(), [[len(ids)] * layers])
+    blocks = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * layers])
     part = Part(0, 0, ids, layers, Plan.full(layers), wanted=len(text.tokens))
     return BlockRunner(stack, blocks, Repairs()).run([part]).logits.unsqueeze(0).float()

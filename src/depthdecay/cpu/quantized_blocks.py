@@ -22,7 +22,7 @@ _RANGES = (1.0, 0.95, 0.9, 0.85)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantizedBlocks:
     """A matrix in whole numbers: weight = scale * number + offset, by blocks."""
 
     kind: int
@@ -48,9 +48,9 @@ class Blocks:
             weights = weights + self.offset.float().unsqueeze(-1)
         return weights.reshape(self.rows, self.columns)
 
-    def reordered(self, rows: torch.Tensor) -> Blocks:
+    def reordered(self, rows: torch.Tensor) -> QuantizedBlocks:
         offset = None if self.offset is None else self.offset[rows]
-        return Blocks(self.kind, self.numbers[rows], self.scale[rows], offset)
+        return QuantizedBlocks(self.kind, self.numbers[rows], self.scale[rows], offset)
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ def can_hold(weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and weight.shape[1] % BLOCK == 0
 
 
-def rounded_to_8(weight: torch.Tensor) -> Blocks:
+def rounded_to_8(weight: torch.Tensor) -> QuantizedBlocks:
     values = weight.float().reshape(weight.shape[0], -1, BLOCK)
     scale = (values.abs().amax(-1) / 127).half()
     numbers = (values / _divisor(scale)).round().clamp(-127, 127).to(torch.int8)
-    return Blocks(INT8, numbers.reshape(weight.shape), scale)
+    return QuantizedBlocks(INT8, numbers.reshape(weight.shape), scale)
 
 
-def rounded_to_4(weight: torch.Tensor) -> Blocks:
+def rounded_to_4(weight: torch.Tensor) -> QuantizedBlocks:
     """By blocks, the range that leaves the smallest square error."""
     values = weight.float().reshape(weight.shape[0], -1, BLOCK)
     errors = torch.stack([_square_error(values, *_in_16_steps(values, torch.tensor(share))) for share in _RANGES])
     numbers, scale, offset = _in_16_steps(values, torch.tensor(_RANGES)[errors.argmin(0)])
-    return Blocks(INT4, numbers.to(torch.uint8).reshape(weight.shape), scale, offset)
+    return QuantizedBlocks(INT4, numbers.to(torch.uint8).reshape(weight.shape), scale, offset)
 
 
 def _in_16_steps(values: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +107,7 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(wide == 0, 1.0, wide)
 
 
-def packed(blocks: Blocks) -> Packed:
+def packed(blocks: QuantizedBlocks) -> Packed:
     missing = -blocks.rows % LANES
     numbers = _padded(blocks.numbers, missing).reshape(-1, LANES, blocks.columns // BLOCK, BLOCK)
     parts = [_side_by_side(blocks.scale, missing)]
@@ -163,30 +163,30 @@ def _low_then_high(raw: torch.Tensor) -> torch.Tensor:
     return torch.cat([raw & 15, raw >> 4], dim=-1)
 
 
-def _q4_0(raw: torch.Tensor) -> Blocks:
+def _q4_0(raw: torch.Tensor) -> QuantizedBlocks:
     scale = _halves(raw[..., :2])
-    return Blocks(INT4, _flat(_low_then_high(raw[..., 2:])), scale, (-8 * scale.float()).half())
+    return QuantizedBlocks(INT4, _flat(_low_then_high(raw[..., 2:])), scale, (-8 * scale.float()).half())
 
 
-def _q4_1(raw: torch.Tensor) -> Blocks:
-    return Blocks(INT4, _flat(_low_then_high(raw[..., 4:])), _halves(raw[..., :2]), _halves(raw[..., 2:4]))
+def _q4_1(raw: torch.Tensor) -> QuantizedBlocks:
+    return QuantizedBlocks(INT4, _flat(_low_then_high(raw[..., 4:])), _halves(raw[..., :2]), _halves(raw[..., 2:4]))
 
 
-def _q5_0(raw: torch.Tensor) -> Blocks:
+def _q5_0(raw: torch.Tensor) -> QuantizedBlocks:
     places = torch.arange(8, dtype=torch.uint8)
     fifth = ((raw[..., 2:6].unsqueeze(-1) >> places) & 1).reshape(*raw.shape[:2], BLOCK)
-    return Blocks(INT5, _flat(_low_then_high(raw[..., 6:]) | (fifth << 4)), _halves(raw[..., :2]))
+    return QuantizedBlocks(INT5, _flat(_low_then_high(raw[..., 6:]) | (fifth << 4)), _halves(raw[..., :2]))
 
 
-def _q8_0(raw: torch.Tensor) -> Blocks:
-    return Blocks(INT8, _flat(raw[..., 2:].contiguous().view(torch.int8)), _halves(raw[..., :2]))
+def _q8_0(raw: torch.Tensor) -> QuantizedBlocks:
+    return QuantizedBlocks(INT8, _flat(raw[..., 2:].contiguous().view(torch.int8)), _halves(raw[..., :2]))
 
 
 def _flat(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.reshape(numbers.shape[0], -1).contiguous()
 
 
-_READERS: dict[str, tuple[int, Callable[[torch.Tensor], Blocks]]] = {
+_READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedBlocks]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q5_0": (22, _q5_0),
@@ -194,7 +194,7 @@ _READERS: dict[str, tuple[int, Callable[[torch.Tensor], Blocks]]] = {
 }
 
 
-def from_gguf(tensor: Any) -> Blocks | None:
+def from_gguf(tensor: Any) -> QuantizedBlocks | None:
     """A GGUF tensor's own blocks; None for kinds that have no exact counterpart here."""
     size, read = _READERS.get(tensor.tensor_type.name, (0, None))
     if read is None:

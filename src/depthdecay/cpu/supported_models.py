@@ -15,7 +15,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from depthdecay.internals import forward_hooks
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -64,7 +64,7 @@ class Form:
         yield "head", self.head
 
 
-def form_of(stack: Stack) -> Form:
+def form_of(stack: LayerStack) -> Form:
     """The model's parts, or `OtherForm` with the first thing that is not as expected."""
     model, owner = stack.model, stack.owner
     config = model.config.get_text_config(decoder=True)
@@ -99,7 +99,7 @@ def form_of(stack: Stack) -> Form:
     )
 
 
-def hooked(stack: Stack) -> bool:
+def hooked(stack: LayerStack) -> bool:
     """Whether somebody's code hangs on the model, which the compiled pass would not call."""
     return any(any(forward_hooks(module)) or "forward" in module.__dict__ for module in stack.model.modules())
 

@@ -27,7 +27,7 @@ SIZES = (1, 2, 4, 8, 16)
 TURNS = 4  # verifications whose answers are kept: more than are ever under way
 
 
-class Window:
+class DeviceWindow:
     """A window on the device: the last certain token, the drafts behind it, and where they stand.
 
     Drafts and verifications read and advance it, so that passes follow each other without the host.
@@ -108,7 +108,7 @@ class Chain:
         self.passes = passes
         self.short_head = short_head
         self.pace = pace
-        self.window = window = Window(passes.tokens.device)
+        self.window = window = DeviceWindow(passes.tokens.device)
         passes.changing += [window.ids, window.drafted, window.base, window.confidences, window.turn]
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end

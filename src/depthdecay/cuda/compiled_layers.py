@@ -12,7 +12,7 @@ import torch
 
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
 from depthdecay.model.devices import overlaps_kernels
-from depthdecay.model.layers import LayerPass, Stack
+from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.model.repairs import repaired_at_once
 from depthdecay.patches import patched, replaced_each
 
@@ -27,7 +27,7 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
     overlap = overlaps_kernels()
-    kernels = GemvPass(overlap, few=rows == "few")
+    kernels = GemvPass(overlap, skinny=rows == "few")
     return {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
 
 
@@ -38,7 +38,7 @@ class CompiledLayers:
     kinds: dict[tuple[type, int | None, Rows], Any] = field(default_factory=dict)
     functions: dict[Any, Any] = field(default_factory=dict)
 
-    def layer(self, stack: Stack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def layer(self, stack: LayerStack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer; all layers must have one index meanwhile, and its own cache be its whole cache."""
         layer = stack.layers[index]
         kind = (type(layer), stack.windows[index], rows)
@@ -59,7 +59,9 @@ class CompiledLayers:
         return lambda hidden: compiled(hidden, *repair.parts_at_once)
 
     @contextlib.contextmanager
-    def routed(self, stack: Stack, layer_pass: LayerPass, cache: Any, own: list[Any], rows: Rows) -> Iterator[None]:
+    def routed(
+        self, stack: LayerStack, layer_pass: LayerPass, cache: Any, own: list[Any], rows: Rows
+    ) -> Iterator[None]:
         """While open, a pass runs its layers, its repairs and what stands beside them compiled.
 
         `own`: what each layer is given in the place of the whole cache, of which it would use layer 0's.
@@ -80,7 +82,7 @@ class CompiledLayers:
                 layer_pass.repairs = plain
 
     @contextlib.contextmanager
-    def _beside(self, stack: Stack) -> Iterator[None]:
+    def _beside(self, stack: LayerStack) -> Iterator[None]:
         """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding."""
         with contextlib.ExitStack() as undo:
             for module in stack.owner.children():
@@ -101,7 +103,7 @@ def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: An
 
 
 @contextlib.contextmanager
-def one_index(stack: Stack) -> Iterator[None]:
+def one_index(stack: LayerStack) -> Iterator[None]:
     """While open, all layers have the same index, so that one compilation serves all."""
     indexed = stack.attending
     # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.

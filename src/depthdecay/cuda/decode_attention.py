@@ -11,7 +11,7 @@ import torch
 from depthdecay.cuda.kernels.split_attention import attend, can_attend
 from depthdecay.model.devices import cuda_generation, overlaps_kernels
 from depthdecay.model.grouped_attention import Attention, is_plain, replaced_attention, scaling_of
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 
 
 @functools.cache
@@ -36,6 +36,6 @@ def stepwise(original: Attention) -> Attention:
     return forward
 
 
-def attention_in_steps(stack: Stack) -> contextlib.AbstractContextManager[None]:
+def attention_in_steps(stack: LayerStack) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention take our CUDA kernels where it pays."""
     return replaced_attention(stack, stepwise)

@@ -26,11 +26,11 @@ from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.errors import NotCapturable
 from depthdecay.internals import attention_named, attention_registered, optimized_for_decoding
 from depthdecay.model.grouped_attention import is_plain, scaling_of
-from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from depthdecay.runners.forward import first_rows
-from depthdecay.runners.kv_blocks import BLOCK, Blocks
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
 _NUMBERS = itertools.count()
 
@@ -86,7 +86,7 @@ class LayerGraphs:
     logits: torch.Tensor
 
     def __init__(
-        self, stack: Stack, blocks: Blocks, repairs: Repairs, rows: int, compiled: CompiledLayers | None
+        self, stack: LayerStack, blocks: KVBlocks, repairs: Repairs, rows: int, compiled: CompiledLayers | None
     ) -> None:
         self.stack = stack
         self.blocks = blocks

@@ -19,7 +19,7 @@ from depthdecay.cuda.decode_attention import attention_in_steps
 from depthdecay.errors import NotCapturable
 from depthdecay.internals import optimized_for_decoding
 from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
-from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import PLAIN, Ask, Part, Said
@@ -45,7 +45,7 @@ class PassGraphs:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: LayerStack,
         plan: Plan,
         repairs: Repairs,
         compiled: CompiledLayers | None,

@@ -6,26 +6,27 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from depthdecay.engine.kept import Kept
 from depthdecay.engine.mailbox import Mailbox
 from depthdecay.engine.request import Request, prepare_request
-from depthdecay.engine.result import Answer, Piece, Result, Stream
+from depthdecay.engine.result import AnswerInProgress, Piece, Result, Stream
 from depthdecay.engine.sampling import Sampler, sequence_keys
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.model.kv_cache import room_for, rooms
-from depthdecay.model.layers import Stack, primary_device, require_eval, unwrap
+from depthdecay.model.layers import LayerStack, primary_device, require_eval, unwrap
 from depthdecay.model.repairs import Repairs, repairs_for
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import LONGEST
@@ -34,14 +35,12 @@ from depthdecay.speculative.lossless import LosslessRun
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
-    from depthdecay.batching import Batcher
+    from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.chain import Chain
     from depthdecay.cuda.pass_graphs import PassGraphs
 
 MODES = ("full", "decay", "lossless")
 PREFILL_TOKENS = 2048  # of several texts that are read together
-
-Lent = TypeVar("Lent")
 
 
 class Engine:
@@ -64,7 +63,7 @@ class Engine:
         repairs: Repairs | None = None,
         drafter: Plan | None = None,
         quantize: str | None = None,
-        origin: Origin | None = None,
+        origin: WeightsOrigin | None = None,
         fast: bool | None = None,
     ) -> None:
         self.stack = _open(model, quantize, origin, fast)
@@ -165,7 +164,7 @@ class Engine:
         """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
         started = time.perf_counter()
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
-        rows = [Answer(result, self.tokenizer, request) for result in results]
+        rows = [AnswerInProgress(result, self.tokenizer, request) for result in results]
         with self._lock_step_runner(plan, request) as runner:
             sampler = self._sampler(request)
             mailbox = Mailbox(self.device, len(rows))
@@ -241,7 +240,7 @@ class Engine:
             yield graphs
 
     def _block_runner(self, room: Sequence[Sequence[int]]) -> BlockRunner:
-        return BlockRunner(self.stack, Blocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
+        return BlockRunner(self.stack, KVBlocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
 
     def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         """The same story in windows: each yields some tokens, all of them the full model's."""
@@ -260,7 +259,7 @@ class Engine:
         """One text."""
         started, layers = time.perf_counter(), self.stack.num_layers
         prompt, result, drafting = request.prompts[row], results[row], self._prepared_drafting()
-        answer = Answer(result, self.tokenizer, request)
+        answer = AnswerInProgress(result, self.tokenizer, request)
         sampler = self._sampler(request, row)
         with self._lane(prompt, request, sampler, drafting) as lane:
             run = LosslessRun(
@@ -331,7 +330,7 @@ class Engine:
 
     def _decode_windows_of_rows(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         """Several texts: as a server's batch has them, each in windows of its own."""
-        from depthdecay.batching import Batcher, BatchSettings
+        from depthdecay.batching.batcher import Batcher, BatchSettings
 
         started, count = time.perf_counter(), len(results)
         request = replace(request, own_limits=[request.max_new_tokens] * count)
@@ -398,10 +397,10 @@ def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Par
     return [Part(row, len(prompt) + index - 1, FED, depth, plan) for row, prompt in enumerate(prompts)]
 
 
-def _open(model: Any, quantize: str | None, origin: Origin | None, fast: bool | None) -> Stack:
+def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: bool | None) -> LayerStack:
     """The model's layers, with compiled passes where it is on a CPU."""
     if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
-        return Stack.of(model)
+        return LayerStack.of(model)
     from depthdecay.cpu.compiled_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast)
@@ -411,28 +410,3 @@ def _compiled_layers() -> Any:
     from depthdecay.cuda.compiled_layers import CompiledLayers
 
     return CompiledLayers()
-
-
-class Kept(Generic[Lent]):
-    """The last of something that takes long to make, lent to one request at a time."""
-
-    def __init__(self) -> None:
-        self.last: Lent | None = None
-        self._is_lent = False
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def lent(self, fits: Callable[[Lent], bool], make: Callable[[], Lent]) -> Iterator[Lent]:
-        """The kept one where it fits and nobody else has it; else a new one, which is kept unless another is lent."""
-        with self._lock:
-            free = not self._is_lent
-            if free and self.last is not None and not fits(self.last):
-                self.last = None  # its memory is free before the next one takes more
-            lent = self.last if free and self.last is not None else make()
-            if free:
-                self.last, self._is_lent = lent, True
-        try:
-            yield lent
-        finally:
-            if free:
-                self._is_lent = False

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteriaList
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import ContextError, DepthDecayError, MissingNameError, one_line
 from depthdecay.internals import completed_generation_config
 from depthdecay.model.prompts import as_batch, plain, token_ids
-from depthdecay.plan.schedule import whole_number
 from depthdecay.speculative.expected_gain import LONGEST
 from depthdecay.speculative.prompt_lookup import LOOKUP
 

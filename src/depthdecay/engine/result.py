@@ -97,7 +97,7 @@ class Stream(Iterator[Piece]):
         return next(self._pieces)
 
 
-class Answer:
+class AnswerInProgress:
     """One answer in the making, on the host's side: its tokens as text, and where it ends."""
 
     def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:

@@ -18,12 +18,12 @@ from depthdecay.engine.engine import Engine, Result
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import DepthDecayError
 from depthdecay.evaluation.work_file import WorkFile, digest
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskAnswer:
     """One answer's text and what it took; what came after a stop string counts for nothing."""
 
     text: str
@@ -35,26 +35,26 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """The answers of one lock-step batch, and its times; a cold one paid for the capture of graphs."""
 
-    answers: list[Answer]
+    answers: list[TaskAnswer]
     steps: int  # decoding steps behind the prompt's own pass
     decode_seconds: float
     prefill_seconds: float
     is_cold: bool
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Batch:
-        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
+    def from_dict(cls, values: dict[str, Any]) -> PromptBatch:
+        return cls(**{**values, "answers": [TaskAnswer(**answer) for answer in values["answers"]]})
 
 
 @dataclass(frozen=True)
 class Answers:
     """All answers of one method, in the order of the questions."""
 
-    answers: list[Answer]
-    batches: list[Batch] = field(repr=False)
+    answers: list[TaskAnswer]
+    batches: list[PromptBatch] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Answerer:
         work: WorkFile,
         run_key: str,
         quantize: str | None = None,
-        origin: Origin | None = None,
+        origin: WeightsOrigin | None = None,
     ) -> None:
         self.model = model
         self.quantize, self.origin = quantize, origin
@@ -107,14 +107,14 @@ class Answerer:
     ) -> Answers:
         """All answers by this plan. The engine, and with it the memory of its graphs, is gone afterwards."""
         key = digest([self.run_key, _plan_key(plan), *([] if mode is None else [mode])])
-        found: dict[int, Answer] = {}
-        done: list[Batch] = []
+        found: dict[int, TaskAnswer] = {}
+        done: list[PromptBatch] = []
         engine: Engine | None = None
         rows = list(self.questions.batches())
         for number, indices in enumerate(rows):
             kept = self.work.get(key, number)
             if kept is not None:
-                batch = Batch.from_dict(kept)
+                batch = PromptBatch.from_dict(kept)
             else:
                 progress(f"batch {number + 1} of {len(rows)}")
                 is_cold = engine is None
@@ -137,7 +137,7 @@ class Answerer:
             free_memory()
         return Answers([found[i] for i in range(len(found))], done)
 
-    def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None) -> Batch:
+    def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None) -> PromptBatch:
         questions = self.questions
         prompts = [questions.prompts[i] for i in indices]
         # A short last batch is filled up: another batch size would need graphs of its own.
@@ -155,7 +155,7 @@ class Answerer:
             raise DepthDecayError(
                 f"the device is out of memory with {questions.batch} answers at once; ask for a smaller --batch"
             ) from None
-        return Batch(
+        return PromptBatch(
             [self._cut(result) for result in results[: len(indices)]],
             max(len(result.token_ids) for result in results) - 1,
             results[0].decode_seconds,
@@ -163,7 +163,7 @@ class Answerer:
             is_cold,
         )
 
-    def _cut(self, result: Result) -> Answer:
+    def _cut(self, result: Result) -> TaskAnswer:
         """The text up to a stop string, and the tokens up to the one that completed it."""
         ids, stop = result.token_ids, self.questions.stop
         text, count = self._text(ids), len(ids)
@@ -181,12 +181,12 @@ class Answerer:
         return str(decoded)
 
 
-def _account(result: Result, text: str, tokens: int) -> Answer:
+def _account(result: Result, text: str, tokens: int) -> TaskAnswer:
     """What the first tokens of an answer took; in lossless mode a share, since a pass yields several of them."""
     if result.mode != "lossless":
-        return Answer(text, tokens, sum(result.depths[:tokens]))
+        return TaskAnswer(text, tokens, sum(result.depths[:tokens]))
     taken = (result.layers_executed, result.drafted, result.accepted, result.verifications)
-    return Answer(text, tokens, *(round(count * tokens / len(result.token_ids)) for count in taken))
+    return TaskAnswer(text, tokens, *(round(count * tokens / len(result.token_ids)) for count in taken))
 
 
 def _plan_key(plan: Plan | None) -> list[Any]:

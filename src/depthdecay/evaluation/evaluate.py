@@ -18,13 +18,13 @@ from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.evaluation.answers import Answerer, Answers, Questions
 from depthdecay.evaluation.gsm8k import EXEMPLARS
-from depthdecay.evaluation.methods import Contender, contenders
-from depthdecay.evaluation.report import CostSpeedup, Report, Row, compare, make_row
+from depthdecay.evaluation.methods import MethodPlan, contenders
+from depthdecay.evaluation.report import CostSpeedup, EvaluationReport, EvaluationRow, compare, make_row
 from depthdecay.evaluation.task import Score, Task
 from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.files import write_whole
 from depthdecay.model.costs import Costs
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel
 from depthdecay.model.prompts import prompt_ids
 from depthdecay.plan.compatibility import check_plan
@@ -35,7 +35,7 @@ _WORK_FORMAT = 1  # of the batches in work files
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """What is compared, and how it is asked."""
 
     methods: tuple[str, ...] = ("full",)
@@ -51,13 +51,13 @@ class Settings:
 def evaluate(
     loaded: LoadedModel,
     task: Task,
-    settings: Settings,
+    settings: EvaluationSettings,
     plan: Plan | None = None,
     *,
     work: WorkFile | None = None,
     answers_file: Path | None = None,
     progress: Callable[[str], None] = lambda message: None,
-) -> Report:
+) -> EvaluationReport:
     """Run every method on every question. A batch that the work file has is not run again."""
     stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin)
     if plan is not None:
@@ -73,7 +73,7 @@ def evaluate(
         plan,
         lambda: block_influence(loaded.tokenizer, stack, plan),
     )
-    report = Report(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
+    report = EvaluationReport(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
     answerer = Answerer(
         loaded.model,
         loaded.tokenizer,
@@ -101,7 +101,7 @@ def _say(progress: Callable[[str], None], title: str, message: str) -> None:
     progress(f"{title}: {message}")
 
 
-def ask_all(loaded: LoadedModel, task: Task, settings: Settings, chat: bool) -> Questions:
+def ask_all(loaded: LoadedModel, task: Task, settings: EvaluationSettings, chat: bool) -> Questions:
     """The task's prompts as token ids."""
     prompts = [prompt_ids(loaded.tokenizer, task.prompt(example, chat), chat=chat) for example in task.examples]
     own = loaded.model.generation_config.stop_strings or []
@@ -115,7 +115,7 @@ def score_all(task: Task, answers: Answers) -> list[Score]:
         return list(pool.map(task.score, task.examples, [answer.text for answer in answers.answers]))
 
 
-def block_influence(tokenizer: Any, stack: Stack, plan: Plan | None) -> Sequence[float]:
+def block_influence(tokenizer: Any, stack: LayerStack, plan: Plan | None) -> Sequence[float]:
     """ShortGPT's scores: the plan's own, else measured on worked examples that belong to no test set."""
     kept = plan.notes.get("block_influence") if plan is not None else None
     if kept is not None:
@@ -144,22 +144,27 @@ def _layer_scores(kept: Any, num_layers: int) -> list[float]:
 
 
 def _row(
-    contender: Contender, stack: Stack, settings: Settings, answers: Answers, scores: list[Score], task: Task
-) -> Row:
+    contender: MethodPlan,
+    stack: LayerStack,
+    settings: EvaluationSettings,
+    answers: Answers,
+    scores: list[Score],
+    task: Task,
+) -> EvaluationRow:
     # Once a row: it reads the plan's repairs, and answers have many lengths.
     plan = contender.plan if contender.mode is None else None
     cost: CostSpeedup = (lambda n_tokens: 1.0) if plan is None else partial(Costs(stack, plan).speedup, plan)
     return make_row(contender, stack.num_layers, settings.over_tokens, answers, scores, task.examples, cost)
 
 
-def _refuse_early(plan: Plan, stack: Stack, allow_other_weights: bool) -> None:
+def _refuse_early(plan: Plan, stack: LayerStack, allow_other_weights: bool) -> None:
     """A plan of another model, before full depth has been run for an hour; the engine warns in its turn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_plan(plan, stack.model, allow_other_weights=allow_other_weights)
 
 
-def _require_room(stack: Stack, questions: Questions) -> None:
+def _require_room(stack: LayerStack, questions: Questions) -> None:
     longest, limit = max(map(len, questions.prompts)), stack.context_limit()
     if limit is not None and longest + questions.max_new_tokens > limit:
         raise DepthDecayError(
@@ -175,7 +180,9 @@ def _run_key(loaded: LoadedModel, questions: Questions, quantize: str | None) ->
     return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), PLAIN_GREEDY])
 
 
-def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Questions, chat: bool) -> dict[str, Any]:
+def _described(
+    loaded: LoadedModel, task: Task, settings: EvaluationSettings, questions: Questions, chat: bool
+) -> dict[str, Any]:
     data = task.options.data
     return {
         "data": Path(data).name if data is not None else None,
@@ -193,7 +200,7 @@ def _described(loaded: LoadedModel, task: Task, settings: Settings, questions: Q
     }
 
 
-def _told(contender: Contender, answers: Answers, scores: Sequence[Score]) -> list[str]:
+def _told(contender: MethodPlan, answers: Answers, scores: Sequence[Score]) -> list[str]:
     """Every answer as a line of JSON, for people who want to read what was scored."""
     lines = []
     for number, (answer, score) in enumerate(zip(answers.answers, scores, strict=True)):

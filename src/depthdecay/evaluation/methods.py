@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from depthdecay.arguments import exact_decimal
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.peer_rules import plan_for_budget
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import exact_decimal
 
 if TYPE_CHECKING:
-    from depthdecay.model.layers import Stack
+    from depthdecay.model.layers import LayerStack
 
 METHODS = (
     "full",
@@ -29,7 +29,7 @@ _WITHOUT_BUDGET = ("full", "lossless")  # they give the full model's answers, wh
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodPlan:
     """A method at one budget. Full depth has no plan; a plan as it stands, or as drafter, has no asked speed-up."""
 
     method: str
@@ -75,30 +75,31 @@ def checked_speedups(speedups: Sequence[str] | None) -> tuple[float, ...]:
 def contenders(
     methods: Sequence[str],
     speedups: Sequence[float],
-    stack: Stack,
+    stack: LayerStack,
     over_tokens: int,
     plan: Plan | None,
     influence: Callable[[], Sequence[float]],
-) -> list[Contender]:
+) -> list[MethodPlan]:
     """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
-    made = [Contender("full", None, None)] if "full" in methods else []
+    made = [MethodPlan("full", None, None)] if "full" in methods else []
     if "lossless" in methods:
-        from depthdecay.plan.speedup import drafter_of
+        from depthdecay.plan.shelf import drafter_of
 
-        made.append(Contender("lossless", None, plan if plan is None else drafter_of(plan)))
+        made.append(MethodPlan("lossless", None, plan if plan is None else drafter_of(plan)))
     if "depthdecay" in methods and not speedups:
-        made.append(Contender("depthdecay", None, plan))
+        made.append(MethodPlan("depthdecay", None, plan))
     scores = influence() if "shortgpt" in methods else None
     for speedup in speedups:
         for method in methods:
             if method in _WITHOUT_BUDGET:
                 continue
             if method == "depthdecay":
-                from depthdecay.plan.speedup import plan_at_speedup, stored_plan
+                from depthdecay.model.speedup import plan_at_speedup
+                from depthdecay.plan.shelf import stored_plan
 
                 assert plan is not None
                 used = plan_at_speedup(stored_plan(plan, speedup), stack, speedup, over_tokens)
             else:
                 used = plan_for_budget(method, stack.num_layers, speedup, over_tokens, scores)
-            made.append(Contender(method, speedup, used))
+            made.append(MethodPlan(method, speedup, used))
     return made

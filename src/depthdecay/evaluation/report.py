@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from depthdecay.evaluation.answers import Answers, Batch
-from depthdecay.evaluation.methods import Contender
+from depthdecay.evaluation.answers import Answers, PromptBatch
+from depthdecay.evaluation.methods import MethodPlan
 from depthdecay.evaluation.statistics import paired_difference
 from depthdecay.evaluation.task import Example, Score
 
@@ -20,7 +20,7 @@ _OWN_METHODS = ("full", "lossless", "depthdecay")
 
 
 @dataclass
-class Row:
+class EvaluationRow:
     """One method at one budget. Planned is over the fixed horizon, executed over the answers as they were.
 
     What lossless mode reads follows from its drafts, not from a plan: nothing is planned, and it has no cost speed-up.
@@ -62,13 +62,13 @@ class Row:
 
 
 @dataclass
-class Report:
+class EvaluationReport:
     """A whole evaluation."""
 
     model: str
     task: str
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[EvaluationRow] = field(default_factory=list)
     comparisons: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,18 +76,18 @@ class Report:
 
 
 def make_row(
-    contender: Contender,
+    contender: MethodPlan,
     num_layers: int,
     over_tokens: int,
     answers: Answers,
     scores: Sequence[Score],
     examples: Sequence[Example],
     cost: CostSpeedup,
-) -> Row:
+) -> EvaluationRow:
     tokens = sum(answer.tokens for answer in answers.answers)
     layers = sum(answer.layers for answer in answers.answers)
     timed = [batch for batch in answers.batches if not batch.is_cold] or answers.batches
-    row = Row(
+    row = EvaluationRow(
         method=contender.method,
         asked_speedup=contender.speedup,
         plan=_described(contender),
@@ -128,7 +128,7 @@ def make_row(
     return row
 
 
-def _described(contender: Contender) -> str:
+def _described(contender: MethodPlan) -> str:
     plan = "" if contender.plan is None else contender.plan.describe()
     if contender.mode == "lossless":
         return f"full depth, drafts by {plan or 'the default plan'}"
@@ -143,11 +143,11 @@ def executed_cost_speedup(lengths: Sequence[int], cost: CostSpeedup) -> float:
     return sum(steps.values()) / sum(number / cost(length) for length, number in steps.items())
 
 
-def _ms_per_step(batch: Batch) -> float | None:
+def _ms_per_step(batch: PromptBatch) -> float | None:
     return 1000 * batch.decode_seconds / batch.steps if batch.steps and batch.decode_seconds > 0 else None
 
 
-def _tokens_per_second(batches: Sequence[Batch]) -> float | None:
+def _tokens_per_second(batches: Sequence[PromptBatch]) -> float | None:
     """Of all rows together. The first token of each comes with the prompt; rows that have ended yield nothing."""
     seconds = sum(batch.decode_seconds for batch in batches)
     tokens = sum(answer.tokens - 1 for batch in batches for answer in batch.answers)
@@ -158,7 +158,7 @@ def _median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if values else None
 
 
-def _times_as_fast(row: Row, full: Row) -> float | None:
+def _times_as_fast(row: EvaluationRow, full: EvaluationRow) -> float | None:
     """By batches, since both were asked the same questions in each; a stray capture of graphs then moves nothing."""
     pairs = zip(full.batch_ms_per_step, row.batch_ms_per_step, strict=True)
     ratios = [theirs / ours for theirs, ours in pairs if theirs and ours]
@@ -167,7 +167,7 @@ def _times_as_fast(row: Row, full: Row) -> float | None:
     return _median(ratios)
 
 
-def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, Any]]:
     """Fill in every method's difference to full depth; give those of depthdecay to each peer at the same budget."""
     full = next((row for row in rows if row.method == "full"), None)
     for row in rows:

@@ -12,7 +12,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Mean of a - b over the questions, with its 95% interval; p is McNemar's and None where values are no 0 or 1."""
 
     value: float
@@ -23,7 +23,7 @@ class Difference:
     only_b: int = 0
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Difference:
+def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> PairedDifference:
     """What resampling the questions, the same for both, says about mean(a) - mean(b)."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
@@ -31,9 +31,9 @@ def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.9
     low, high = bootstrap_interval(first - second, level)
     binary = bool(np.isin(np.concatenate([first, second]), (0.0, 1.0)).all())
     if not binary:
-        return Difference(float((first - second).mean()), low, high, None)
+        return PairedDifference(float((first - second).mean()), low, high, None)
     only_a, only_b = int((first > second).sum()), int((second > first).sum())
-    return Difference(float((first - second).mean()), low, high, mcnemar(only_a, only_b), only_a, only_b)
+    return PairedDifference(float((first - second).mean()), low, high, mcnemar(only_a, only_b), only_a, only_b)
 
 
 def bootstrap_interval(differences: np.ndarray, level: float = 0.95) -> tuple[float, float]:

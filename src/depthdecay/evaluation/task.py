@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.schedule import whole_number
 
 # By name, so that asking for one task imports no other.
 TASKS: dict[str, str] = {

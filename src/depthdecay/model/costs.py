@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 
@@ -12,7 +12,7 @@ from depthdecay.plan.plan import Plan
 class Costs:
     """Bytes that one decoding step reads at each depth of a plan's ladder. T_0 comes with the prompt and is no step."""
 
-    def __init__(self, stack: Stack, plan: Plan, repairs: Repairs | None = None) -> None:
+    def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs | None = None) -> None:
         self.stack = stack
         self.layers = stack.layer_bytes()
         self.head = stack.head_bytes()
@@ -52,6 +52,6 @@ class Costs:
         return Fraction(self.at(depth) - self.head) * len(self.layers) / sum(self.layers)
 
 
-def cost_speedup(plan: Plan, stack: Stack, tokens: int, repairs: Repairs | None = None) -> float:
+def cost_speedup(plan: Plan, stack: LayerStack, tokens: int, repairs: Repairs | None = None) -> float:
     """`Costs.speedup` of one plan on one model."""
     return Costs(stack, plan, repairs).speedup(plan, tokens)

@@ -19,7 +19,7 @@ from depthdecay.internals import attention_function, attention_name, attention_r
 from depthdecay.patches import SharedPatch, replaced_each
 
 if TYPE_CHECKING:
-    from depthdecay.model.layers import Stack
+    from depthdecay.model.layers import LayerStack
 
 Attention = Callable[..., Any]
 _MARK = "depthdecay_attention"
@@ -70,13 +70,13 @@ def _as_marked(original: Attention) -> Attention:
 _DISPATCHED = SharedPatch(lambda: attention_registered("sdpa", _as_marked(attention_function("sdpa"))))
 
 
-def grouped_attention(stack: Stack) -> contextlib.AbstractContextManager[None]:
+def grouped_attention(stack: LayerStack) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention copy no keys for heads that share them."""
     return replaced_attention(stack, grouped)
 
 
 @contextlib.contextmanager
-def replaced_attention(stack: Stack, made: Callable[[Attention], Attention]) -> Iterator[None]:
+def replaced_attention(stack: LayerStack, made: Callable[[Attention], Attention]) -> Iterator[None]:
     """While open, this model's attention is what is made of transformers' function; for one pass, under its lock."""
     if attention_name(stack.config) != "sdpa":
         yield

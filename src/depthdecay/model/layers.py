@@ -79,7 +79,7 @@ class GatedMLP:
 
 
 @dataclass
-class Stack:
+class LayerStack:
     """The decoder layers of one model, and the only place that may bypass them."""
 
     model: PreTrainedModel
@@ -90,7 +90,7 @@ class Stack:
     _shapes: dict[tuple[torch.device, torch.dtype], list[KeptShape]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any) -> Stack:
+    def of(cls, model: Any) -> LayerStack:
         """Find the decoder layers of any decoder-only model; refuse what depth decay could only run wrongly."""
         lm = unwrap(model)
         config = lm.config.get_text_config(decoder=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +12,8 @@ from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.files import expanded, package_file
 from depthdecay.model import gguf_cache, gguf_convert
 from depthdecay.model.devices import choose_device, choose_dtype
-from depthdecay.model.weights_origin import Origin
+from depthdecay.model.weights_origin import WeightsOrigin
+from depthdecay.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +41,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     source: Source
-    origin: Origin | None = None
+    origin: WeightsOrigin | None = None
 
     @property
     def shown_name(self) -> str:
@@ -67,7 +65,7 @@ def load(
     source, path = _locate(name)
     place = choose_device(device)
     number_type = choose_dtype(dtype)
-    origin: Origin | None
+    origin: WeightsOrigin | None
     with quiet_libraries(downloads=source == "hub"):
         try:
             if source in ("embedded", "gguf"):
@@ -134,11 +132,11 @@ def _check_folder(path: Path) -> None:
 
 def _load_gguf(
     path: Path, name: str, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
-) -> tuple[Any, Any, Origin]:
+) -> tuple[Any, Any, WeightsOrigin]:
     import torch
 
     folder, fresh = gguf_cache.converted(path, dtype, say)
-    origin = Origin.of_conversion(folder, path)
+    origin = WeightsOrigin.of_conversion(folder, path)
     try:
         return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
     except torch.OutOfMemoryError:
@@ -152,10 +150,10 @@ def _load_gguf(
     return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
 
 
-def _origin(folder: Path | None, name: str, network: Any) -> Origin | None:
+def _origin(folder: Path | None, name: str, network: Any) -> WeightsOrigin | None:
     if folder is not None:
-        return Origin.of_folder(folder, network.dtype)
-    return Origin.of_hub(name, network.dtype)
+        return WeightsOrigin.of_folder(folder, network.dtype)
+    return WeightsOrigin.of_hub(name, network.dtype)
 
 
 def _load_folder_or_hub(
@@ -280,30 +278,3 @@ def _explained(error: Exception, name: str, on_hub: bool) -> DepthDecayError:
             f"{_WORKS}"
         )
     return DepthDecayError(f"'{name}' cannot be loaded: {text}")
-
-
-@contextmanager
-def quiet_libraries(downloads: bool) -> Iterator[None]:
-    """Silence the libraries' bars and warnings for a while; a download keeps its bar in a terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
-    bars, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    hide = bars and not (downloads and sys.stderr.isatty())
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    if hide:
-        logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if hide:
-            logging.enable_progress_bar()
-            if not hub_bars:
-                disable_progress_bars()

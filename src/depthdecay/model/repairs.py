@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from depthdecay.errors import DepthDecayError, PlanMismatchError, one_line
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.plan.ladder import runs_of
 from depthdecay.plan.plan import Plan
 
@@ -249,7 +249,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
     return half if torch.equal(half.float(), tensor) else tensor
 
 
-def repairs_for(stack: Stack, plan: Plan | None, repairs: Repairs | None = None) -> Repairs:
+def repairs_for(stack: LayerStack, plan: Plan | None, repairs: Repairs | None = None) -> Repairs:
     """The plan's maps, checked, each in the place and precision of the layer that it stands for."""
     if plan is None:
         return Repairs()

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.schedule import MAX_LAYERS, whole_number
+from depthdecay.plan.schedule import MAX_LAYERS
 
 # Four-bit absmax blocks of up to 128 keep the cosine of normally distributed weights above 0.99 and bf16 above
 # 0.99999, while another training run lies near 0. A light fine-tune of the same weights is within the quantisation

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.schedule import MAX_LAYERS, whole_number
+from depthdecay.plan.schedule import MAX_LAYERS
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from depthdecay.arguments import Number, exact_decimal, whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import MAX_LAYERS, Number, exact_decimal, whole_number
+from depthdecay.plan.schedule import MAX_LAYERS
 
 
 @dataclass(frozen=True)

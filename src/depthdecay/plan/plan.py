@@ -9,19 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from depthdecay.arguments import Number, whole_number
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.plan.ladder import Ladder
 from depthdecay.plan.schedule import (
     ConstantSchedule,
     FullSchedule,
     LinearSchedule,
-    Number,
     PowerSchedule,
     Schedule,
     exact_alpha,
     schedule_from_dict,
     solve_alpha,
-    whole_number,
 )
 
 if TYPE_CHECKING:

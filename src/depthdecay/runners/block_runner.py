@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from depthdecay.errors import NotCapturable
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Said
 from depthdecay.runners.forward import ForwardRunner
-from depthdecay.runners.kv_blocks import Blocks
+from depthdecay.runners.kv_blocks import KVBlocks
 
 if TYPE_CHECKING:
     from depthdecay.cpu.compiled_rows import CompiledRows
@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 class BlockRunner:
     """A `Runner`: compiled calls on a CPU, graphs on CUDA, else (and for many tokens) the model's own forward."""
 
-    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs) -> None:
+    def __init__(self, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack = stack
         self.blocks = blocks
         self.repairs = repairs

@@ -15,10 +15,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from depthdecay.model.grouped_attention import grouped_attention
-from depthdecay.model.layers import LayerPass, Stack, primary_device
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Said
-from depthdecay.runners.kv_blocks import BLOCK, Blocks
+from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -26,7 +26,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 class ForwardRunner:
     """Keys and values lie in blocks, and are gathered for each layer unless a lone text's lie in one stretch."""
 
-    def __init__(self, stack: Stack, blocks: Blocks, repairs: Repairs) -> None:
+    def __init__(self, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack = stack
         self.blocks = blocks
         self.repairs = repairs
@@ -58,7 +58,7 @@ class ForwardRunner:
 class Columns:
     """Where the texts of a pass lie: which column holds which position, and where in the blocks that is."""
 
-    def __init__(self, parts: Sequence[Part], blocks: Blocks, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], blocks: KVBlocks, device: torch.device) -> None:
         self.blocks = blocks
         self.device = device
         self.slots = [part.slot for part in parts]
@@ -154,7 +154,7 @@ class RaggedCache(Cache):
 
     columns: Columns
 
-    def __init__(self, blocks: Blocks, windows: Sequence[int | None]) -> None:
+    def __init__(self, blocks: KVBlocks, windows: Sequence[int | None]) -> None:
         self.blocks = blocks
         super().__init__(layers=[RaggedLayer(self, layer, window) for layer, window in enumerate(windows)])
 

@@ -77,7 +77,7 @@ class Usage:
         return self.total - self.used
 
 
-class Blocks:
+class KVBlocks:
     """Which row holds which blocks in which layer."""
 
     def __init__(self, shapes: Sequence[KeptShape], slots: int, positions: int, blocks: Sequence[int]) -> None:
@@ -100,13 +100,13 @@ class Blocks:
         self.stretches: dict[tuple[int, int], int] = {}  # (layer, slot): where blocks that lie in one stretch begin
 
     @classmethod
-    def within(cls, shapes: Sequence[KeptShape], slots: int, positions: int, cache_bytes: int) -> Blocks:
+    def within(cls, shapes: Sequence[KeptShape], slots: int, positions: int, cache_bytes: int) -> KVBlocks:
         """As many as fit. Layers are dropped in any order, so each brings the same number."""
         a_block = BLOCK * sum(shape.nbytes for shape in shapes)
         return cls(shapes, slots, positions, [cache_bytes // a_block] * len(shapes))
 
     @classmethod
-    def of_rows(cls, shapes: Sequence[KeptShape], rooms: Sequence[Sequence[int]]) -> Blocks:
+    def of_rows(cls, shapes: Sequence[KeptShape], rooms: Sequence[Sequence[int]]) -> KVBlocks:
         """Just the rooms given, by row and layer, each in one stretch of a store: rows that come and go together."""
         own = [sum(map(blocks_for, layer)) for layer in zip(*rooms, strict=True)]
         blocks = cls(shapes, len(rooms), max(map(max, rooms)), own)

@@ -30,7 +30,7 @@ from depthdecay.serve.api_errors import ApiError, json_response
 from depthdecay.serve.depth_choice import Depths
 from depthdecay.serve.guards import Guard
 from depthdecay.serve.metrics import Metrics
-from depthdecay.serve.responses import Account, Answer, as_api_error
+from depthdecay.serve.responses import Account, ApiAnswer, as_api_error
 from depthdecay.serve.schema import Asked, ChatRequest, CompletionRequest
 from depthdecay.serve.worker import Ticket, Worker
 
@@ -144,7 +144,7 @@ class Service:
         ticket, mode = await self._submit(asked)
         log = request.state.log
         log.update(mode=mode, prompt_tokens=_prompt_tokens(asked, ticket), sequences=len(ticket.ids))
-        answer = Answer(
+        answer = ApiAnswer(
             kind=kind,
             id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}",
             model=self.settings.model_name,
@@ -189,7 +189,7 @@ class Service:
         prepared.own_limits = [min(own, most - len(prompt)) for own, prompt in limits]
         return prepared, mode, plan
 
-    async def _collected(self, answer: Answer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
+    async def _collected(self, answer: ApiAnswer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
         """The whole answer, unless the client hangs up first."""
         collecting = asyncio.ensure_future(answer.collect())
         watching = asyncio.ensure_future(_hung_up(request))
@@ -205,7 +205,7 @@ class Service:
             watching.cancel()
             self._finished(answer, log)
 
-    def _finished(self, answer: Answer, log: dict[str, Any]) -> None:
+    def _finished(self, answer: ApiAnswer, log: dict[str, Any]) -> None:
         """However it ended: nothing of it stays in the batch."""
         self.worker.cancel(answer.ticket)
         account = answer.account

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
+from depthdecay.model.speedup import plan_at_speedup
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import PowerSchedule, exact_alpha
-from depthdecay.plan.speedup import plan_at_speedup
-from depthdecay.serve.schema import DepthDecay
+from depthdecay.serve.schema import DepthRequest
 
 DEFAULT_OVER = 256
 
@@ -27,7 +27,7 @@ class Depths:
         self.at_speedup = lru_cache(maxsize=256)(self._at_speedup)
         self.at_alpha = lru_cache(maxsize=256)(self._at_alpha)
 
-    def resolve(self, asked: DepthDecay, max_tokens: int | None) -> tuple[str, Plan | None]:
+    def resolve(self, asked: DepthRequest, max_tokens: int | None) -> tuple[str, Plan | None]:
         if asked.alpha is not None:
             return "decay", self.at_alpha(asked.alpha)
         if asked.speedup is not None:

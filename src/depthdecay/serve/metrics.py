@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from depthdecay.batching import Batcher, Update
+from depthdecay.batching.batcher import Batcher, Update
 from depthdecay.serve.responses import Account
 from depthdecay.serve.worker import Worker
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from depthdecay.batching import Update
+from depthdecay.batching.batcher import Update
 from depthdecay.engine.engine import Result
 from depthdecay.errors import ContextError, DepthDecayError
 from depthdecay.serve.api_errors import ApiError, dumps
@@ -56,7 +56,7 @@ class Choice:
 
 
 @dataclass
-class Answer:
+class ApiAnswer:
     """What the whole request gets: a choice for each sequence of its ticket."""
 
     kind: str  # "chat" or "text"

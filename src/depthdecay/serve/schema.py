@@ -15,7 +15,7 @@ Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Model(BaseModel):
+class StrictModel(BaseModel):
     # Strict: "5" is no number and true is no 1. Infinite numbers mean nothing here.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -26,7 +26,7 @@ class Model(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class DepthDecay(Model):
+class DepthRequest(StrictModel):
     """How deep the answer's tokens go; what is left out is as the server was started."""
 
     mode: Literal["full", "decay", "lossless"] | None = Field(
@@ -38,7 +38,7 @@ class DepthDecay(Model):
     depths: bool = Field(False, description="Tell the depth of every token.")
 
     @model_validator(mode="after")
-    def _one_meaning(self) -> DepthDecay:
+    def _one_meaning(self) -> DepthRequest:
         if self.alpha is not None and self.speedup is not None:
             raise ValueError("alpha and speedup were given together; each decides the depth, so use one")
         if self.over_tokens is not None and self.speedup is None:
@@ -48,11 +48,11 @@ class DepthDecay(Model):
         return self
 
 
-class StreamOptions(Model):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class Asked(Model):
+class Asked(StrictModel):
     """What both kinds of completion have in common."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
@@ -63,7 +63,7 @@ class Asked(Model):
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    depth_decay: DepthDecay = DepthDecay.model_validate({})
+    depth_decay: DepthRequest = DepthRequest.model_validate({})
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Asked:
@@ -88,12 +88,12 @@ class CompletionRequest(Asked):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(Model):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Model):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from depthdecay.batching import Batcher, Update
+from depthdecay.batching.batcher import Batcher, Update
 from depthdecay.engine.request import Request
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.plan import Plan

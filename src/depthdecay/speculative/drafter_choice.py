@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from depthdecay.model.costs import Costs
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRecord
@@ -79,7 +79,7 @@ def draft_depths(plan: Plan, repairs: Repairs) -> list[int]:
     return sorted({mapped[place * (len(mapped) - 1) // 3] for place in range(4)})
 
 
-def drafting_for(stack: Stack, plan: Plan, repairs: Repairs, short_head: ShortHead | None) -> Drafting:
+def drafting_for(stack: LayerStack, plan: Plan, repairs: Repairs, short_head: ShortHead | None) -> Drafting:
     """What an engine starts with: depths to draft at, and what a pass at each reads of a full one's bytes."""
     costs = Costs(stack, plan, repairs)
     spared = 0 if short_head is None else costs.head - short_head.nbytes

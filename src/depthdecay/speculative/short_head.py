@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.patches import patched
 
 # Vocabularies are sorted by how early a tokenizer met a token, so the first ones are the most frequent.
@@ -46,7 +46,7 @@ class ShortHead:
         self.product = product
 
     @classmethod
-    def of(cls, stack: Stack, vocabulary: torch.Tensor | None) -> ShortHead | None:
+    def of(cls, stack: LayerStack, vocabulary: torch.Tensor | None) -> ShortHead | None:
         """For a model whose output matrix weighs enough to be cut; `vocabulary` are tokens seen in calibration."""
         head: Any = stack.model.get_output_embeddings()
         if type(head) is not nn.Linear or not head.weight.is_floating_point() or head.weight.device.type == "meta":
@@ -68,7 +68,7 @@ class ShortHead:
                 chosen[more[(more >= 0) & (more < size)]] = True
         return cls(head, chosen.nonzero().squeeze(1))
 
-    def is_for(self, stack: Stack) -> bool:
+    def is_for(self, stack: LayerStack) -> bool:
         """Whether these are still rows of the model's matrix, in its place and precision."""
         head: Any = stack.model.get_output_embeddings()
         same = head is self.head and head.weight.device == self.weight.device

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import depthdecay as dd
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import LayerPass, Stack
+from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.model.repairs import Repair, Repairs
 from depthdecay.plan.ladder import runs_of
 
@@ -35,13 +35,13 @@ def random_maps(plan: dd.Plan, depth: int, hidden: int) -> Repairs:
 def test_it_is_the_shallow_pass(architecture: str, order: list[int]) -> None:
     model = tiny_model(architecture)
     plan = dd.Plan.constant(LAYERS, LAYERS - 3, drop_order=order)
-    repairs = random_maps(plan, LAYERS - 3, Stack.of(model).hidden_size)
+    repairs = random_maps(plan, LAYERS - 3, LayerStack.of(model).hidden_size)
     draft = dd.draft_model(model, plan, repairs=repairs)
     assert draft.config.get_text_config(decoder=True).num_hidden_layers == LAYERS - 3
     ours = {parameter.data_ptr() for parameter in model.parameters()}
     assert all(parameter.data_ptr() in ours for parameter in draft.parameters())
     ids = torch.tensor([PROMPTS[0]])
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     route = LayerPass(frozenset(order), repairs.at(LAYERS - 3))
     with torch.no_grad():
         model(ids)  # shows what layers return
@@ -53,7 +53,7 @@ def test_it_is_the_shallow_pass(architecture: str, order: list[int]) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox"])
 def test_assisted_generation_says_what_generate_says(architecture: str) -> None:
     model = tiny_model(architecture)
-    if transformers.__version__ < "5.22" and any(Stack.of(model).windows):
+    if transformers.__version__ < "5.22" and any(LayerStack.of(model).windows):
         pytest.skip("this release cannot take drafts back from a sliding window, whatever the assistant")
     ids = torch.tensor([PROMPTS[0]])
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "attention_mask": torch.ones_like(ids)}

@@ -31,7 +31,7 @@ BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the b
 MOST_ROWS = 16  # of a few: what one tensor-core tile holds
 # Of the kernel for a few rows: columns a program reads at once, loads under way, and programs below which columns are
 # split among more.
-FEW_COLUMNS, FEW_STAGES, PROGRAMS = 128, 5, 528
+SKINNY_COLUMNS, SKINNY_STAGES, PROGRAMS = 128, 5, 528
 # What follows a split product sums its parts: inductor inside the next kernel where there are fewer than eight, else in
 # one of its own. For a 1.5B model on an H200 12 and 14 parts made a verification of four 1.94 ms, 6 and 7 make it 1.55.
 MOST_PARTS = 7
@@ -87,7 +87,7 @@ if triton is not None:
         tl.store(y_ptr + row, tl.sum(total, 0).to(y_ptr.dtype.element_ty))
 
     @triton.jit
-    def _few_kernel(  # type: ignore[no-untyped-def]
+    def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         w0_ptr,
         w1_ptr,
@@ -185,7 +185,7 @@ class Tiling(NamedTuple):
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
     """Enough programs for the device: by splitting columns, and where that is not enough, with fewer rows for each."""
     rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    blocks = columns // FEW_COLUMNS
+    blocks = columns // SKINNY_COLUMNS
 
     def with_rows(tile: int, warps: int) -> Tiling:
         most = min(-(-PROGRAMS // (rows // tile)), MOST_PARTS)
@@ -195,8 +195,8 @@ def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
     return tall if rows // tall.rows * tall.parts > PROGRAMS * 2 // 3 else with_rows(32, 2)
 
 
-@torch.library.custom_op("depthdecay::few", mutates_args=())
-def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
+@torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
+def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
     """At most 16 rows of x (count, columns) times the transpose of each weight, the results side by side.
 
     In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way.
@@ -211,7 +211,7 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
     x = x.contiguous()
     y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
     padded, ends = _side_by_side(weights)
-    _few_kernel[(rows // tile.rows, parts)](
+    _skinny_gemm_kernel[(rows // tile.rows, parts)](
         x,
         *padded,
         y,
@@ -221,16 +221,16 @@ def few(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torc
         columns,
         columns // parts,
         ROWS=tile.rows,
-        COLUMNS=FEW_COLUMNS,
+        COLUMNS=SKINNY_COLUMNS,
         PDL=overlap,
         num_warps=tile.warps,
-        num_stages=FEW_STAGES,
+        num_stages=SKINNY_STAGES,
         launch_pdl=overlap,
     )
     return y
 
 
-@few.register_fake
+@skinny_gemm.register_fake
 def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
     rows = sum(weight.shape[0] for weight in weights)
     return x.new_empty((tiling(weights).parts, x.shape[0], rows), dtype=torch.float32)
@@ -242,17 +242,17 @@ _GraphPass: Any = internals.graph_pass_class()
 class GemvPass(_GraphPass):
     """Replaces matrix products with one row by `gemv`, those that share their input by one call.
 
-    With `few`, those with several rows are replaced too, by `few`: only for passes that never have more than 16.
+    With `skinny`, those with several rows are replaced too, by `skinny_gemm`, which takes at most 16.
     """
 
-    def __init__(self, overlap: bool, few: bool = False) -> None:
+    def __init__(self, overlap: bool, skinny: bool = False) -> None:
         self.overlap = overlap
-        self.few = few
+        self.skinny = skinny
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            if _weight_of(node, self.few) is not None:
+            if _weight_of(node, self.skinny) is not None:
                 groups.setdefault(_source_of(_vector_of(node)), []).append(node)
         for products in groups.values():
             for start in range(0, len(products), MOST_MATRICES):
@@ -262,7 +262,7 @@ class GemvPass(_GraphPass):
     def uuid(self) -> Any:
         return internals.files_key(
             (__file__, waiting.__file__, internals.__file__),  # the last two say where generated kernels wait
-            extra=f"{self.overlap} {self.few} {FEW_COLUMNS} {FEW_STAGES} {PROGRAMS} {MOST_PARTS} {MOST_TILE}",
+            extra=f"{self.overlap} {self.skinny} {SKINNY_COLUMNS} {SKINNY_STAGES} {PROGRAMS} {MOST_PARTS} {MOST_TILE}",
         )
 
 
@@ -280,8 +280,8 @@ def _source_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _weight_of(node: fx.Node, few: bool = True) -> fx.Node | None:
-    """The (rows, columns) matrix of a product that `gemv`, or where asked for `few`, can do; else None."""
+def _weight_of(node: fx.Node, skinny: bool = True) -> fx.Node | None:
+    """The (rows, columns) matrix of a product that `gemv`, or where asked for `skinny_gemm`, can do; else None."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return None
     if node.target is torch.ops.aten.addmm.default and node.kwargs:
@@ -302,12 +302,12 @@ def _weight_of(node: fx.Node, few: bool = True) -> fx.Node | None:
         return weight
     # A number of rows that is a symbol stands for the sizes of verifications, which are few.
     fits = isinstance(vector.shape[0], torch.SymInt) or vector.shape[0] <= MOST_ROWS
-    return weight if few and _is_even(value) and fits else None
+    return weight if skinny and _is_even(value) and fits else None
 
 
 def _is_even(weight: torch.Tensor) -> bool:
-    """Whether a matrix divides into the blocks of `few`."""
-    return weight.shape[0] % MOST_TILE == 0 and weight.shape[1] % FEW_COLUMNS == 0
+    """Whether a matrix divides into the blocks of `skinny_gemm`."""
+    return weight.shape[0] % MOST_TILE == 0 and weight.shape[1] % SKINNY_COLUMNS == 0
 
 
 def _is_one(vector: torch.Tensor) -> bool:
@@ -324,7 +324,7 @@ def _replace(graph: fx.Graph, products: list[fx.Node], overlap: bool) -> None:
             joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, overlap))
             joined.meta["val"] = x.new_empty((1, sum(rows)))
         else:
-            parts = graph.call_function(torch.ops.depthdecay.few.default, (vector, weights, overlap))
+            parts = graph.call_function(torch.ops.depthdecay.skinny_gemm.default, (vector, weights, overlap))
             shape = (tiling([weight.meta["val"] for weight in weights]).parts, x.shape[0], sum(rows))
             parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
             summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))

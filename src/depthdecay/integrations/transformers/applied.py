@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 
 from depthdecay import internals
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import LayerPass, Stack, require_eval
+from depthdecay.model.layers import LayerPass, LayerStack, require_eval
 from depthdecay.model.repairs import Repairs, repairs_for
 from depthdecay.patches import patched, replaced
 from depthdecay.plan.compatibility import check_plan
@@ -50,7 +50,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
     and with chunked prefill; what would silently give another result (beams, assisted decoding, no cache, going on from
     a decayed cache) is refused.
     """
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     lm = stack.model
     require_eval(lm)
     check_plan(plan, lm, allow_other_weights=allow_other_weights)
@@ -91,7 +91,7 @@ class _PerThread(threading.local):
 class _Driver:
     """Decides the depth of every pass of one model: prompts at full depth, then by token index."""
 
-    def __init__(self, stack: Stack, plan: Plan, account: Applied, repairs: Repairs) -> None:
+    def __init__(self, stack: LayerStack, plan: Plan, account: Applied, repairs: Repairs) -> None:
         self.stack = stack
         self.plan = plan
         self.account = account

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs, repairs_for
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import whole_number
 
 Forward = Callable[..., Any]
 
@@ -29,7 +29,7 @@ def draft_model(model: Any, plan: Plan, depth: int | None = None, repairs: Repai
 
     `model.generate(..., assistant_model=draft_model(model, plan))` gives what `model.generate(...)` would.
     """
-    stack = Stack.of(model)
+    stack = LayerStack.of(model)
     check_plan(plan, stack.model)
     least = plan.ladder.min_layers
     depth = plan.schedule.final_depth if depth is None else whole_number("depth", depth, least)
@@ -38,7 +38,7 @@ def draft_model(model: Any, plan: Plan, depth: int | None = None, repairs: Repai
     maps = repairs_for(stack, plan, repairs).at(depth)
     shared = [*stack.model.parameters(), *stack.model.buffers()]
     draft = copy.deepcopy(stack.model, {id(tensor): tensor for tensor in shared})
-    part = Stack.of(draft)
+    part = LayerStack.of(draft)
     kept = list(plan.layers(depth))
     for start, repair in maps.items():
         behind = next((layer for layer in kept if layer >= repair.end), None)
@@ -50,7 +50,7 @@ def draft_model(model: Any, plan: Plan, depth: int | None = None, repairs: Repai
     return draft
 
 
-def _keep(part: Stack, kept: list[int]) -> None:
+def _keep(part: LayerStack, kept: list[int]) -> None:
     """Take the other layers out: each that stays gets the index of its new place, by which caches and masks go."""
     name = next(name for name, child in part.owner.named_children() if tuple(child.children()) == part.layers)
     for place, index in enumerate(kept):

@@ -41,7 +41,7 @@ class Workload:
 
 
 @dataclass
-class Row:
+class VllmRow:
     """One way to decode one workload. Seconds are of the whole run, prompts included."""
 
     workload: str
@@ -75,10 +75,10 @@ def run_bench(
     order = list(next(iter(plans.values())).ladder.drop_order)
     depth = {"architectures": [ARCHITECTURES[stock]], KEY: {"drop_order": order}}
     ours = _engine(folder, dtype, longest, {"hf_overrides": depth})
-    rows: list[Row] = []
+    rows: list[VllmRow] = []
     for job in jobs:
         methods: dict[str, Plan | None] = {"stock": None, **plans}
-        found = {name: Row(job.name, name, sum(job.answers)) for name in methods}
+        found = {name: VllmRow(job.name, name, sum(job.answers)) for name in methods}
         warm_up = replace(job, answers=(4,) * len(job.answers))
         for plan in methods.values():
             _run(plain if plan is None else ours, warm_up, plan)
@@ -131,7 +131,7 @@ def _request(plan: Plan) -> dict[str, Any]:
     return {name: values[name] for name in ("alpha", "min_layers", "horizon") if values.get(name) is not None}
 
 
-def _complete(row: Row, plan: Plan | None, job: Workload, stock: Row) -> None:
+def _complete(row: VllmRow, plan: Plan | None, job: Workload, stock: VllmRow) -> None:
     row.median = statistics.median(row.seconds)
     row.tokens_per_second = row.tokens / row.median
     row.ratios = [round(theirs / ours, 3) for theirs, ours in zip(stock.seconds, row.seconds, strict=True)]

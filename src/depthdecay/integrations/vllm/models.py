@@ -25,7 +25,7 @@ from depthdecay.plan.plan import Plan
 logger = init_logger("vllm.depthdecay")
 
 
-class DepthDecay:
+class DepthDecayMixin:
     """Put before one of vLLM's classes. At full depth that class runs untouched."""
 
     architecture: str
@@ -58,7 +58,7 @@ class DepthDecay:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self._weights_seen = True
-        watched = _Watched(self.depth.plan)
+        watched = _WatchedWeights(self.depth.plan)
         loaded = super().load_weights(watched.passing(weights))  # type: ignore[misc]
         config = self.config  # type: ignore[attr-defined]
         watched.check(config_identity(config, self.architecture), self.depth.allow_other_weights)
@@ -68,7 +68,7 @@ class DepthDecay:
         """Some formats, such as sharded_state, are loaded past `load_weights`."""
         if not self._weights_seen:
             shape = config_identity(self.config, self.architecture)  # type: ignore[attr-defined]
-            _Watched(self.depth.plan).check(shape, self.depth.allow_other_weights)
+            _WatchedWeights(self.depth.plan).check(shape, self.depth.allow_other_weights)
 
     def get_model_state_cls(self) -> type:
         """Asked for by the second model runner only."""
@@ -107,7 +107,7 @@ def _refuse_to_guess() -> None:
         raise DepthDecayError("this vLLM worker does not tell the model how deep rows go; leave --worker-cls out")
 
 
-class _Watched:
+class _WatchedWeights:
     """Samples the weights that the plan's fingerprint names while they are loaded, before vLLM cuts and packs them."""
 
     def __init__(self, plan: Plan) -> None:
@@ -130,17 +130,17 @@ class _Watched:
             logger.warning("%s", warning)
 
 
-class DepthDecayLlamaForCausalLM(DepthDecay, LlamaForCausalLM):
+class DepthDecayLlamaForCausalLM(DepthDecayMixin, LlamaForCausalLM):
     architecture = "LlamaForCausalLM"
 
 
-class DepthDecayMistralForCausalLM(DepthDecay, MistralForCausalLM):
+class DepthDecayMistralForCausalLM(DepthDecayMixin, MistralForCausalLM):
     architecture = "MistralForCausalLM"
 
 
-class DepthDecayQwen2ForCausalLM(DepthDecay, Qwen2ForCausalLM):
+class DepthDecayQwen2ForCausalLM(DepthDecayMixin, Qwen2ForCausalLM):
     architecture = "Qwen2ForCausalLM"
 
 
-class DepthDecayQwen3ForCausalLM(DepthDecay, Qwen3ForCausalLM):
+class DepthDecayQwen3ForCausalLM(DepthDecayMixin, Qwen3ForCausalLM):
     architecture = "Qwen3ForCausalLM"

@@ -7,36 +7,18 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
+from depthdecay.arguments import Number, exact_decimal
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.costs import Costs
-from depthdecay.model.layers import Stack
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
-from depthdecay.plan.file import PLAN_FILE
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import Number, PowerSchedule, exact_decimal, solve_alpha
-
-LOSSLESS_FOLDER = "lossless"  # beside a calibrated plan: one to draft with
-
-
-def stored_plan(plan: Plan, speedup: float) -> Plan:
-    """The plan that was calibrated for this speed-up and lies beside the given one, else the given one."""
-    return _beside(plan, f"speedup-{speedup:g}")
-
-
-def drafter_of(plan: Plan) -> Plan:
-    """The plan that was calibrated to draft with and lies beside the given one, else the given one."""
-    return _beside(plan, LOSSLESS_FOLDER)
-
-
-def _beside(plan: Plan, name: str) -> Plan:
-    if plan.folder is None or not (plan.folder / name / PLAN_FILE).is_file():
-        return plan
-    return Plan.load(plan.folder / name)
+from depthdecay.plan.schedule import PowerSchedule, solve_alpha
 
 
 def plan_at_speedup(
     plan: Plan,
-    stack: Stack,
+    stack: LayerStack,
     speedup: Number,
     over_tokens: int,
     repairs: Repairs | None = None,
