@@ -85,6 +85,16 @@ def load(
     return LoadedModel(network.eval(), tokenizer, name, source, origin)
 
 
+def as_loaded(model: str | LoadedModel, **options: Any) -> LoadedModel:
+    """What `load` makes of a name, with these options of it; a loaded model as it is."""
+    if not isinstance(model, LoadedModel):
+        return load(model, **options)
+    given = [name for name, value in options.items() if value is not None and name != "progress"]
+    if given:
+        raise DepthDecayError(f"{' and '.join(given)} cannot be changed: the model is loaded already")
+    return model
+
+
 def _locate(name: str) -> tuple[Source, Path | None]:
     if name == EMBEDDED_MODEL:
         return "embedded", embedded_file()
