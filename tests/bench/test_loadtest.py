@@ -79,7 +79,7 @@ def test_random_arrivals_mixed_depths_and_hang_ups(server: Running, tmp_path: Pa
     assert told["whole"] + told["hung_up"] == 30
     assert told["hung_up"] > 0
     assert told["layer_speedup"] > 1
-    assert told["left_behind"] == {"rows_running": 0, "requests_waiting": 0, "cache_bytes_used": 0}
+    assert told["left_behind"] == {"rows_running": 0, "requests_waiting": 0, "cache_used_bytes": 0}
     assert told["kind"] == "loadtest"
     assert told["model"] == "tiny"
     assert told["commit"]

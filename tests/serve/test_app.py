@@ -28,7 +28,18 @@ schemathesis = pytest.importorskip("schemathesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis.errors import Unsatisfiable  # noqa: E402
 from saved_model import save_tiny_chat_model  # noqa: E402
-from serving import PATIENCE, Running, events_of, running, tiny_engine, until  # noqa: E402
+from serving import (  # noqa: E402
+    PATIENCE,
+    Running,
+    assert_problem,
+    events_of,
+    long_ask,
+    post,
+    running,
+    slowed,
+    tiny_engine,
+    until,
+)
 from tiny_models import LAYERS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -38,7 +49,7 @@ from depthdecay.batching.drafting import RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
-from depthdecay.serve.guards import JsonLines  # noqa: E402
+from depthdecay.serve.logs import JsonLines  # noqa: E402
 from depthdecay.serve.responses import Account, ApiAnswer  # noqa: E402
 from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
 from depthdecay.speculative.expected_gain import TrackRecord  # noqa: E402
@@ -67,19 +78,6 @@ def server(engine: Engine) -> Iterator[Running]:
 def client(server: Running) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client
-
-
-def post(server: Running, body: Any, path: str = "/v1/completions", **options: Any) -> Any:
-    return httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE, **options)
-
-
-def assert_problem(response: Any, status: int, param: str | None = None, code: str | None = None) -> str:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert param is None or error["param"] == param
-    assert code is None or error["code"] == code
-    return str(error["message"])
 
 
 # The official client.
@@ -503,7 +501,7 @@ def test_metrics_count_what_ran(engine: Engine) -> None:
         assert told["depthdecay_layers_saved_total"] == 39 * LAYERS - decoded
         assert told["depthdecay_time_to_first_token_seconds_count"] == 1
         assert told["depthdecay_rows_running"] == 0
-        assert told["depthdecay_cache_bytes_used"] == 0
+        assert told["depthdecay_cache_used_bytes"] == 0
         assert told['depthdecay_requests_total{path="/v1/completions",status="200"}'] == 1
         for name in ("made-up", "made/up", "/v9"):
             httpx.get(f"{server.url}/v1/models/{name}")
@@ -548,23 +546,6 @@ def test_the_queue_at_its_limit(engine: Engine) -> None:
         until(server.is_clean)
 
 
-def slowed(server: Running) -> threading.Event:
-    """Steps take a tenth of a second from now on, until the event is set: an answer lasts while a test looks."""
-    seen = threading.Event()
-    step = server.worker.batcher.step
-
-    def slow_step() -> Any:
-        seen.wait(0.1)
-        return step()
-
-    server.worker.batcher.step = slow_step  # type: ignore[method-assign]
-    return seen
-
-
-def long_ask(**changes: Any) -> dict[str, Any]:
-    return {"prompt": "abc", "max_tokens": 250, "stream": True, "temperature": 1, "seed": 1, **changes}
-
-
 def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
     with running(engine, BATCH) as server:
         seen = slowed(server)
@@ -574,7 +555,7 @@ def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
         until(server.is_clean)
         seen.set()
         assert server.worker.batcher.counters.tokens < 250
-        assert "depthdecay_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
+        assert "depthdecay_answers_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
         impatient = httpx.Timeout(PATIENCE, read=0.05)  # only for the answer: a busy machine is slow to accept
         with pytest.raises(httpx.ReadTimeout):  # one that does not stream, too
             httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=impatient)
@@ -768,9 +749,10 @@ def test_options_that_make_no_sense_end_with_one_line(tiny_folder: str, options:
     assert "Traceback" not in ran.output
 
 
-def test_a_port_in_use_ends_with_one_line(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The runner's stderr is closed afterwards.
-    monkeypatch.setattr("depthdecay.serve.server.log_to_stderr", lambda: None)
+def test_a_port_in_use_ends_with_one_line_before_a_model_is_loaded(
+    tiny_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthdecay.cli.options.open_engine", lambda *given, **more: pytest.fail("it was loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

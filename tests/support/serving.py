@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS
 
@@ -19,6 +18,8 @@ from depthdecay import Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.model.load import load
 from depthdecay.serve.app import ServeSettings, make_app
+from depthdecay.serve.connections import ConnectionLimits
+from depthdecay.serve.server import Server, bind
 from depthdecay.serve.worker import Worker
 
 PATIENCE = 240.0  # a busy machine may take its time; nothing here waits in vain
@@ -29,6 +30,7 @@ class Running:
     url: str
     worker: Worker
     engine: Engine
+    server: Server
 
     def is_clean(self) -> bool:
         """No row, block or ticket is left behind."""
@@ -58,19 +60,21 @@ def running(
     max_waiting: int = 256,
     timeout_seconds: float = 60.0,
     ready: bool = True,
+    grace_seconds: float = PATIENCE,
+    limits: ConnectionLimits | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     worker = Worker(Batcher(engine, batch), max_waiting=max_waiting, timeout_seconds=timeout_seconds)
     app = make_app(worker, ServeSettings(model_name="tiny", **settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run)
+    server = Server(app, worker, limits or ConnectionLimits(client_seconds=PATIENCE), grace_seconds)
+    sockets = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
         until(lambda: server.started or not thread.is_alive(), "the server")
-        port = server.servers[0].sockets[0].getsockname()[1]
         if ready:
             until(lambda: worker.state == "ready", "readiness")
-        yield Running(f"http://127.0.0.1:{port}", worker, engine)
+        yield Running(f"http://127.0.0.1:{sockets[0].getsockname()[1]}", worker, engine, server)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
@@ -79,3 +83,33 @@ def running(
 
 def events_of(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def post(server: Running, body: Any, path: str = "/v1/completions", **options: Any) -> Any:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE, **options)
+
+
+def assert_problem(response: Any, status: int, param: str | None = None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param
+    assert code is None or error["code"] == code
+    return str(error["message"])
+
+
+def slowed(server: Running) -> threading.Event:
+    """Steps take a tenth of a second from now on, until the event is set: an answer lasts while a test looks."""
+    seen = threading.Event()
+    step = server.worker.batcher.step
+
+    def slow_step() -> Any:
+        seen.wait(0.1)
+        return step()
+
+    server.worker.batcher.step = slow_step  # type: ignore[method-assign]
+    return seen
+
+
+def long_ask(**changes: Any) -> dict[str, Any]:
+    return {"prompt": "abc", "max_tokens": 250, "stream": True, "temperature": 1, "seed": 1, **changes}

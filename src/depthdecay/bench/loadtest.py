@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import random
 import time
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from depthdecay.arguments import whole_number
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.serve.hosts import is_loopback
 
 MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 1024
@@ -53,17 +53,10 @@ class Load:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise DepthDecayError(f"url is '{self.url}'; expected one such as http://127.0.0.1:8000")
-        if not self.allow_remote and not _is_loopback(parts.hostname):
+        if not self.allow_remote and not is_loopback(parts.hostname):
             raise DepthDecayError(
                 f"{parts.hostname} is another machine; load it only where you may, and say so with --allow-remote"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass
@@ -167,7 +160,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> LoadReport:
 
 async def _left_behind(client: Any) -> dict[str, float]:
     """What the server still holds a few steps after the last client: nothing, unless it serves others too."""
-    names = ("rows_running", "requests_waiting", "cache_bytes_used")
+    names = ("rows_running", "requests_waiting", "cache_used_bytes")
     held: dict[str, float] = {}
     for _ in range(50):
         lines = (await client.get("/metrics")).text.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -29,6 +30,9 @@ def serve(
     served_name: Annotated[str | None, _server(help="The model's name in the API; else as given.")] = None,
     api_key: Annotated[str | None, _server(help=f"What clients must send; better in ${KEY_VARIABLE}.")] = None,
     api_key_file: Annotated[str | None, _server(help="Read the key from a file.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, _server(help="A name that clients may call the server by; repeatable. '*': any.")
+    ] = None,
     cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
     max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
@@ -48,6 +52,10 @@ def serve(
     ] = None,
     max_body_kb: Annotated[int, _limit(help="Largest request.")] = 1024,
     timeout: Annotated[float, _limit(help="Seconds for one request.")] = 600.0,
+    client_timeout: Annotated[
+        float, _limit(help="Seconds for a client to send a request, to read on, and between requests.")
+    ] = 30.0,
+    max_connections: Annotated[int, _limit(help="Connections; beyond, the longest idle makes room.")] = 512,
     grace: Annotated[int, _limit(help="Seconds to finish in after SIGTERM.")] = 60,
 ) -> None:
     """Serve a model behind the OpenAI API; a page to watch it is at /."""
@@ -65,12 +73,19 @@ def serve(
         raise DepthDecayError(
             f"serving needs {error.name}, which is not installed; pip install 'depthdecay[serve]'"
         ) from None
+    from depthdecay.serve.connections import ConnectionLimits
+    from depthdecay.serve.hosts import allowed_hosts
+    from depthdecay.serve.server import bind, most_connections, run_server
+
+    hosts = allowed_hosts(host, allowed_host or ())
+    limits = ConnectionLimits(max_connections, client_timeout, timeout)
+    limits = replace(limits, max_connections=most_connections(max_connections))
+    sockets = bind(host, port)  # what is in use is told before a model is loaded
     loaded, engine = opt.open_engine(model, plan, None, allow_other_weights=allow_other_weights)
     if engine.tokenizer is None:
         raise DepthDecayError("this model has no tokenizer, and a server speaks text")
     from depthdecay.batching.batcher import Batcher, BatchSettings
     from depthdecay.serve.app import ServeSettings, make_app
-    from depthdecay.serve.server import run_server
     from depthdecay.serve.worker import Worker
 
     settings = BatchSettings(
@@ -90,9 +105,10 @@ def serve(
             api_key=key,
             max_body_bytes=max_body_kb * 1024,
             cors_origins=tuple(cors_origin or ()),
+            allowed_hosts=hosts,
         ),
     )
-    run_server(app, worker, host, port, grace)
+    run_server(app, worker, sockets, limits, grace)
 
 
 def read_key(given: str | None, file: str | None) -> str | None:

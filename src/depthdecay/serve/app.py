@@ -9,32 +9,37 @@ import functools
 import hashlib
 import logging
 import re
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from depthdecay import __version__
 from depthdecay.engine.request import prepare_request
-from depthdecay.errors import ContextError
-from depthdecay.serve.api_errors import ApiError, json_response
+from depthdecay.serve.api_errors import ApiError, json_response, shortened
 from depthdecay.serve.depth_choice import Depths
-from depthdecay.serve.guards import Guard
+from depthdecay.serve.guards import Guard, Scope
 from depthdecay.serve.metrics import Metrics
+from depthdecay.serve.reading import hung_up, read_request
 from depthdecay.serve.responses import Account, ApiAnswer, as_api_error
 from depthdecay.serve.schema import Asked, ChatRequest, CompletionRequest
+from depthdecay.serve.tokenizing import Tokenizing
 from depthdecay.serve.worker import Ticket, Worker
 
 logger = logging.getLogger("depthdecay.serve")
+T = TypeVar("T")
+
+LEAST_TOP_P = 1e-9  # below, the likeliest token is all that is left
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,21 @@ class ServeSettings:
     api_key: str | None = None
     max_body_bytes: int = 2**20
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] | None = None  # names in the Host header; None: any
+
+
+class CheckedRoute(APIRoute):
+    """A route whose body we read ourselves. Its signature still describes the body, for the API's own description."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        (body,) = self.dependant.body_params
+
+        async def handle(request: Request) -> Response:
+            asked = await read_request(request, body.field_info.annotation)  # type: ignore[arg-type]
+            response: Response = await self.endpoint(asked, request)
+            return response
+
+        return handle
 
 
 def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
@@ -55,22 +75,31 @@ def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
+        service.tokenizing.close()
         await run_in_threadpool(worker.stop)
 
-    app = FastAPI(title="depthdecay", version=__version__, lifespan=lifespan, redoc_url=None, responses=_ERRORS)
+    about: dict[str, Any] = {"title": "depthdecay", "version": __version__, "responses": _ERRORS}
+    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
 
-    @app.post("/v1/completions", tags=["OpenAI"])
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         return await service.answer("text", asked, request)
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         return await service.answer("chat", asked, request)
+
+    for path, endpoint in (("/v1/completions", completions), ("/v1/chat/completions", chat_completions)):
+        app.router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            tags=["OpenAI"],
+            responses=_ERRORS,
+            route_class_override=CheckedRoute,
+        )
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
@@ -95,8 +124,23 @@ def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
         html, policy = _page()
         return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        html, policy = _docs()
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
+
+    def path_of(scope: Scope) -> str:
+        """The route's path, also of what is refused before it; never whatever a client makes up."""
+        found = (getattr(route, "path", "other") for route in app.routes if route.matches(scope)[0] != Match.NONE)
+        return next(found, "other")
+
     app.add_middleware(
-        Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes, seen=service.saw_request
+        Guard,
+        api_key=settings.api_key,
+        max_body_bytes=settings.max_body_bytes,
+        allowed_hosts=settings.allowed_hosts,
+        path_of=path_of,
+        seen=service.saw_request,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -117,7 +161,8 @@ class Service:
         worker.on_step = self.metrics.step
         self.created = int(time.time())
         self.most_speedup = self.depths.most_speedup()
-        self._tokenizing = threading.Lock()  # fast tokenizers do not like to be asked by two threads
+        vocabulary = self.engine.stack.model.get_input_embeddings().weight.shape[0]
+        self.tokenizing = Tokenizing(self.engine.tokenizer, vocabulary, worker.batcher.max_positions)
 
     def saw_request(self, path: str, status: int) -> None:
         self.metrics.requests.labels(path, str(status)).inc()
@@ -135,13 +180,13 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name not in (None, self.settings.model_name):
-            message = f"the model {name!r} is not served here; {self.settings.model_name!r} is"
+            message = f"the model {shortened(str(name))!r} is not served here; {self.settings.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer(self, kind: str, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
         account = Account()
         self.require_model(asked.model)
-        ticket, mode = await self._submit(asked)
+        ticket, mode = await _unless_hung_up(request, self._submit(asked))
         log = request.state.log
         log.update(mode=mode, prompt_tokens=_prompt_tokens(asked, ticket), sequences=len(ticket.ids))
         answer = ApiAnswer(
@@ -163,46 +208,49 @@ class Service:
         return json_response(await self._collected(answer, request, log))
 
     async def _submit(self, asked: CompletionRequest | ChatRequest) -> tuple[Ticket, str]:
-        try:
-            prepared, mode, plan = await run_in_threadpool(self._prepare, asked)
-            return await self.worker.submit(prepared, plan, mode, _logprobs(asked)), mode
-        except Exception as error:
-            raise self._told(error) from error
-
-    def _prepare(self, asked: CompletionRequest | ChatRequest) -> Any:
-        limit, most = max_tokens(asked), self.worker.batcher.max_positions
-        mode, plan = self.depths.resolve(asked.depth_decay, None if limit is None else min(limit, most))
+        """Counts first, then the texts, each once however often it is answered, then the queue."""
         prompts: list[Any]
         if isinstance(asked, ChatRequest):
-            prompts = [[message.plain() for message in asked.messages]] * asked.n
+            prompts = [[message.plain() for message in asked.messages]]
         else:
-            prompts = [prompt for prompt in asked.prompts() for _ in range(asked.n)]
-        settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
-        settings |= {"stop": asked.stop, "chat": False}
-        with self._tokenizing:
-            prepared = prepare_request(self.engine, prompts, limit, settings)
-        # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
-        longest = max(map(len, prepared.prompts))
-        if longest >= most:
-            raise ContextError(f"the prompt has {longest} tokens, but texts here have at most {most}, answer included")
-        limits = zip(prepared.own_limits, prepared.prompts, strict=True)
-        prepared.own_limits = [min(own, most - len(prompt)) for own, prompt in limits]
-        return prepared, mode, plan
-
-    async def _collected(self, answer: ApiAnswer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer, unless the client hangs up first."""
-        collecting = asyncio.ensure_future(answer.collect())
-        watching = asyncio.ensure_future(_hung_up(request))
+            prompts = list(asked.prompts())
+        place = self.worker.reserve(len(prompts) * asked.n)
         try:
-            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                raise ApiError(499, "the client went away", code="hung_up")
-            return collecting.result()
+            async with asyncio.timeout(place.deadline - time.monotonic()):
+                prepared, mode, plan = await self._prepare(asked, prompts)
+            return await self.worker.submit(place, prepared, plan, mode, _logprobs(asked)), mode
+        except TimeoutError:
+            raise self.worker.too_late() from None
         except Exception as error:
             raise self._told(error) from error
         finally:
-            collecting.cancel()
-            watching.cancel()
+            self.worker.release(place)
+
+    async def _prepare(self, asked: CompletionRequest | ChatRequest, prompts: list[Any]) -> Any:
+        limit, most = max_tokens(asked), self.worker.batcher.max_positions
+        top_p = None if asked.top_p is None else max(asked.top_p, LEAST_TOP_P)
+        settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": top_p, "seed": asked.seed}
+        settings |= {"stop": asked.stop, "chat": False}
+        ids = await self.tokenizing.ids(prompts, settings)
+
+        def complete() -> Any:
+            mode, plan = self.depths.resolve(asked.depth_decay, None if limit is None else min(limit, most))
+            prepared = prepare_request(self.engine, ids, limit, settings)
+            # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
+            limits = [min(own, most - len(prompt)) for own, prompt in zip(prepared.own_limits, ids, strict=True)]
+            prepared.own_limits = [own for own in limits for _ in range(asked.n)]
+            prepared.prompts = [list(prompt) for prompt in prepared.prompts for _ in range(asked.n)]
+            return prepared, mode, plan
+
+        return await run_in_threadpool(complete)
+
+    async def _collected(self, answer: ApiAnswer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer, unless the client hangs up first."""
+        try:
+            return await _unless_hung_up(request, answer.collect())
+        except Exception as error:
+            raise self._told(error) from error
+        finally:
             self._finished(answer, log)
 
     def _finished(self, answer: ApiAnswer, log: dict[str, Any]) -> None:
@@ -256,6 +304,20 @@ def _prompt_tokens(asked: Asked, ticket: Ticket) -> int:
     return sum(map(len, ticket.request.prompts)) // asked.n
 
 
+async def _unless_hung_up(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; it ends where the client goes away first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise hung_up()
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -266,29 +328,13 @@ async def _api_error(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    """What is wrong, by name; of the forms that a value may have, what is said of the one that it has most of."""
-    assert isinstance(error, RequestValidationError)
-    found = max(error.errors(), key=lambda problem: len(problem["loc"]))
-    places = [
-        str(place) for place in found["loc"][1:] if not str(place).startswith(("function", "list[", "constrained"))
-    ]
-    param = ".".join(places) or None
-    kind = found["type"]
-    if kind == "extra_forbidden":
-        message, code = f"the parameter '{param}' is not supported", "unsupported_parameter"
-    elif kind == "json_invalid":
-        message, code, param = "the body is not valid JSON", "invalid_json", None
-    else:
-        said = str(found["msg"]).removeprefix("Value error, ")
-        message, code = (f"{param}: {said}" if param else said), "invalid_value"
-    return ApiError(400, message, param=param, code=code).response()
-
-
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status_code)
-    return ApiError(error.status_code, str(error.detail), code=code).response()
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    headers = dict(error.headers or {})
+    if "GET" in headers.get("Allow", ""):
+        headers["Allow"] += ", HEAD"
+    return ApiError(error.status_code, str(error.detail), code=code).response(headers)
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
@@ -321,13 +367,28 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def _page() -> tuple[str, str]:
     """The page and a policy that lets it run its own script and style, talk to this server, and do nothing else."""
     html = (files("depthdecay.serve") / "page.html").read_text(encoding="utf-8")
-    parts = {
-        tag: base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
-        for tag in ("script", "style")
-        for found in re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    }
     policy = (
-        f"default-src 'none'; script-src 'sha256-{parts['script']}'; style-src 'sha256-{parts['style']}'; "
+        f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html, policy
+
+
+@functools.cache
+def _docs() -> tuple[str, str]:
+    """FastAPI's page of the API and a policy for it: its script and style come from one CDN, all else from here."""
+    html = bytes(get_swagger_ui_html(openapi_url="/openapi.json", title="depthdecay").body).decode()
+    cdn = "https://cdn.jsdelivr.net"
+    policy = (
+        f"default-src 'none'; script-src {cdn} {_hashes(html, 'script')}; style-src {cdn} 'unsafe-inline'; "
+        "connect-src 'self'; img-src https://fastapi.tiangolo.com data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _hashes(html: str, tag: str) -> str:
+    """What a policy calls the page's own scripts or styles by."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode() for inline in found)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

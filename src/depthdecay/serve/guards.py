@@ -1,20 +1,18 @@
-"""What stands before the routes: request ids and logs, the key, the size of bodies, headers that browsers obey."""
+"""What stands before the routes: request ids, logs, hosts, the key, the size of bodies, headers that browsers obey."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-import json
 import logging
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
-from depthdecay.serve.api_errors import ApiError
+from depthdecay.serve.api_errors import ApiError, shortened
+from depthdecay.serve.hosts import host_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,15 +21,29 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("depthdecay.serve")
 OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
+HUNG_UP = 499  # as proxies log it: the client went away before it had an answer
+# For whatever has no policy of its own: data, which a browser is to show and not to run.
+_POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
 
 
 class Guard:
     """Plain ASGI, since a wrapper around responses would keep streams from seeing that their client has gone."""
 
-    def __init__(self, app: App, *, api_key: str | None, max_body_bytes: int, seen: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        allowed_hosts: frozenset[str] | None,
+        path_of: Callable[[Scope], str],
+        seen: Callable[[str, int], None],
+    ) -> None:
         self.app = app
         self.key = None if api_key is None else _digest(api_key.encode())
         self.max_body_bytes = max_body_bytes
+        self.allowed_hosts = allowed_hosts
+        self.path_of = path_of
         self.seen = seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,9 +51,11 @@ class Guard:
             await self.app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
         log: dict[str, Any] = {}
-        scope["state"]["log"] = log
+        method = scope["method"]
+        # A HEAD is a GET whose body is not sent, which is the protocol's business.
+        scope = {**scope, "method": "GET" if method == "HEAD" else method}
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "log": log}
         started = time.monotonic()
         status = 0
 
@@ -50,7 +64,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 own = [(b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff")]
-                message = {**message, "headers": [*message.get("headers", []), *own]}
+                given = list(message.get("headers", []))
+                own += [] if any(name == _POLICY[0] for name, _ in given) else [_POLICY]
+                message = {**message, "headers": [*given, *own]}
             await send(message)
 
         try:
@@ -59,27 +75,53 @@ class Guard:
                 await refusal.response()(scope, receive, labelled)
             else:
                 await self.app(scope, self._counted(receive), labelled)
+        except asyncio.CancelledError:  # the server ends, and waits no longer for this one
+            if status == 0:
+                stopped = ApiError(503, "the server was stopped", code="stopped")
+                await stopped.response()(scope, receive, labelled)
         finally:
-            path = getattr(scope.get("route"), "path", "other")  # not whatever a client makes up
-            self.seen(path, status)
+            path = self.path_of(scope)
+            self.seen(path, status or HUNG_UP)
             seconds = round(time.monotonic() - started, 4)
-            record = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
+            record = {"id": request_id, "method": method, "path": path, "status": status or HUNG_UP, "seconds": seconds}
             logger.info("request", extra={"fields": {**record, **log}})
 
     def _refused(self, scope: Scope) -> ApiError | None:
-        headers = dict(scope["headers"])
-        if self.key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            given = given[7:] if given[:7].lower() == b"bearer " else b""
-            # Digests are compared, so that the time says nothing about the key, its length included.
-            if not hmac.compare_digest(_digest(given), self.key):
-                return ApiError(
-                    401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key"
-                )
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:18]) > self.max_body_bytes:
-            return self._too_large()
-        return None
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+
+        def values(name: bytes) -> list[bytes]:
+            return [value for given, value in headers if given == name]
+
+        return (
+            self._host_refused(values(b"host"))
+            or (None if scope["path"] in OPEN_PATHS else self._key_refused(values(b"authorization")))
+            or self._length_refused(values(b"content-length"))
+        )
+
+    def _host_refused(self, given: list[bytes]) -> ApiError | None:
+        if self.allowed_hosts is None or not given:  # no browser leaves it out
+            return None
+        name = host_name(given[0].decode("latin-1"))
+        if name in self.allowed_hosts:
+            return None
+        message = f"the host '{shortened(name)}' is not served here; start the server with --allowed-host to allow it"
+        return ApiError(403, message, code="host_not_allowed")
+
+    def _key_refused(self, given: list[bytes]) -> ApiError | None:
+        if self.key is None:
+            return None
+        if len(given) > 1:  # a proxy might have looked at the other one
+            return ApiError(401, "the Authorization header was sent more than once", code="invalid_api_key")
+        said = given[0] if given else b""
+        key = said[7:] if said[:7].lower() == b"bearer " else b""
+        # Digests are compared, so that the time says nothing about the key, its length included.
+        if hmac.compare_digest(_digest(key), self.key):
+            return None
+        return ApiError(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
+
+    def _length_refused(self, given: list[bytes]) -> ApiError | None:
+        length = given[0] if given else b"0"
+        return self._too_large() if length.isdigit() and int(length[:18]) > self.max_body_bytes else None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
@@ -93,7 +135,7 @@ class Guard:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self.max_body_bytes:
-                raise HTTPException(413, self._too_large().message)
+                raise self._too_large()
             return message
 
         return counted
@@ -101,33 +143,3 @@ class Guard:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line. Requests are logged by id and figures; prompts, answers and keys never are."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname.lower()}
-        line["event"] = record.getMessage()
-        line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            # The kind and the place, not the message: libraries put what they were given into it.
-            line["error"] = record.exc_info[0].__name__ if record.exc_info[0] else ""
-            line["at"] = _places(record.exc_info[2])
-        return json.dumps(line)
-
-
-def _places(traceback: Any) -> list[str]:
-    import traceback as tracebacks
-
-    return [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in tracebacks.extract_tb(traceback)[-8:]]
-
-
-def log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    for name in ("depthdecay.serve", "depthdecay.batching", "uvicorn"):
-        named = logging.getLogger(name)
-        named.handlers = [handler]
-        named.propagate = False
-        named.setLevel(logging.INFO)

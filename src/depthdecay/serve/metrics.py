@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from depthdecay.batching.batcher import Batcher, Update
 from depthdecay.serve.responses import Account
 from depthdecay.serve.worker import Worker
 
-_TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -19,6 +19,7 @@ class Metrics:
 
     def __init__(self, worker: Worker) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"depthdecay_{name}", about, labels, registry=registry)
@@ -28,7 +29,7 @@ class Metrics:
 
         self.requests = counter("requests", "Requests by path and status.", "path", "status")
         self.broken_off = counter(
-            "broken_off", "Answers that ended before they were whole: hang-ups, timeouts, errors."
+            "answers_broken_off", "Answers that ended before they were whole: hang-ups, timeouts, errors."
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
         self.tokens = counter("tokens", "Tokens generated.")
@@ -39,7 +40,10 @@ class Metrics:
         self.row_errors = counter("row_errors", "Rows whose pass failed.")
         self.failed_passes = counter("failed_passes", "Passes that failed, also where rows ran in halves of them.")
         self.to_first = Histogram(
-            "depthdecay_time_to_first_token_seconds", "From request to token 0.", buckets=_TO_FIRST, registry=registry
+            "depthdecay_time_to_first_token_seconds",
+            "From request to token 0.",
+            buckets=[*(bound for bound in _TO_FIRST if bound < worker.timeout_seconds), worker.timeout_seconds],
+            registry=registry,
         )
         self.per_token = Histogram(
             "depthdecay_time_per_output_token_seconds",
@@ -51,9 +55,9 @@ class Metrics:
         gauge("requests_waiting", "Sequences that have no place in the batch yet.", lambda: worker.waiting)
         gauge("rows_running", "Sequences in the batch.", lambda: len(batcher.rows))
         gauge("ready", "1 when requests are taken.", lambda: float(worker.state == "ready"))
-        gauge("cache_bytes_used", "Keys and values held.", lambda: batcher.usage().used)
-        gauge("cache_bytes_free", "Keys and values not held.", lambda: batcher.usage().free)
-        gauge("cache_bytes_saved", "What full depth would hold more now.", lambda: batcher.usage().saved)
+        gauge("cache_used_bytes", "Keys and values held.", lambda: batcher.usage().used)
+        gauge("cache_free_bytes", "Keys and values not held.", lambda: batcher.usage().free)
+        gauge("cache_saved_bytes", "What full depth would hold more now.", lambda: batcher.usage().saved)
         self._seen: dict[Counter, int] = {}
 
     def step(self, batcher: Batcher, updates: list[Update]) -> None:

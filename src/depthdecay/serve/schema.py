@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 MOST_CHOICES = 16
 MOST_TOP_LOGPROBS = 20
 MOST_STOPS = 4
+MOST_PROMPTS = 128
+MOST_MESSAGES = 2048  # as OpenAI's own API
+MOST_IDS = 2**20  # the server's context, which is shorter, is checked before anything is done with them
+MOST_FIELDS = 64  # of one object; each that is unknown would make an error of its own
+LONGEST_STOP = 1024  # characters; every new piece of text is held against all of them
+LONGEST_NAME = 1024
 _SEED = 2**63
 
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists end at their first mistake: a body holds some 300,000 elements, and an error for each takes seconds.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_IDS, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+FORM = "form:"  # before the names of a value's forms, which errors then leave out
+
+
+def _form_of_stop(given: Any) -> str | None:
+    return f"{FORM}text" if isinstance(given, str) else f"{FORM}texts" if isinstance(given, list) else None
+
+
+def _form_of_prompt(given: Any) -> str | None:
+    """By its first element, so that a prompt is held against one form only, and told what is wrong with that."""
+    if isinstance(given, list) and given and not isinstance(given[0], str):
+        return f"{FORM}lists of ids" if isinstance(given[0], list) else f"{FORM}ids"
+    return _form_of_stop(given)
+
+
+def _form_of_content(given: Any) -> str | None:
+    return f"{FORM}text" if isinstance(given, str) else f"{FORM}parts" if isinstance(given, list) else None
 
 
 class StrictModel(BaseModel):
@@ -23,6 +49,8 @@ class StrictModel(BaseModel):
     @classmethod
     def _null_says_nothing(cls, given: Any) -> Any:
         """As for OpenAI: clients write null for what they leave to the server."""
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"an object has {len(given)} fields; expected at most {MOST_FIELDS}")
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
@@ -55,11 +83,20 @@ class StreamOptions(StrictModel):
 class Asked(StrictModel):
     """What both kinds of completion have in common."""
 
-    model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
+    model: str | None = Field(
+        None, max_length=LONGEST_NAME, description="The served model's name, as /v1/models tells it."
+    )
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag(f"{FORM}text")]
+            | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag(f"{FORM}texts")],
+            Discriminator(_form_of_stop, "not_a_stop", "expected a text, or a list of texts"),
+        ]
+        | None
+    ) = None
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -73,12 +110,15 @@ class Asked(StrictModel):
 
 
 class CompletionRequest(Asked):
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, max_length=128)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
-    )
+    prompt: Annotated[
+        Annotated[Text, Tag(f"{FORM}text")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag(f"{FORM}texts")]
+        | Annotated[TokenIds, Tag(f"{FORM}ids")]
+        | Annotated[
+            list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag(f"{FORM}lists of ids")
+        ],
+        Discriminator(_form_of_prompt, "not_a_prompt", "expected a text, texts, token ids, or lists of token ids"),
+    ]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
 
@@ -95,7 +135,11 @@ class TextPart(StrictModel):
 
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        Annotated[str, Tag(f"{FORM}text")]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), Tag(f"{FORM}parts")],
+        Discriminator(_form_of_content, "not_a_content", "expected a text, or a list of parts of type text"),
+    ]
 
     def plain(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -103,7 +147,7 @@ class Message(StrictModel):
 
 
 class ChatRequest(Asked):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool = False

@@ -2,46 +2,144 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import gc
+import logging
 import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.serve.guards import log_to_stderr
+from depthdecay.serve.connections import BoundedProtocol, ConnectionLimits
+from depthdecay.serve.logs import log_to_stderr
 from depthdecay.serve.worker import Worker
+
+logger = logging.getLogger("depthdecay.serve")
+
+LAST_WORDS_SECONDS = 5  # for telling clients that the server has stopped, once it has
+BACKLOG = 128
+_OWN_FILES = 128  # descriptors that are no connections: the model's files, libraries, the log
 
 
 class Server(uvicorn.Server):
-    """Takes no new requests from the signal on, and ends when those that run have; Ctrl-C twice does not wait."""
+    """Ends every wait for a client. From the signal on it refuses requests, and ends when those it took have ended;
+    Ctrl-C twice does not wait."""
 
-    worker: Worker
+    def __init__(self, app: Any, worker: Worker, limits: ConnectionLimits, grace_seconds: float = 60.0) -> None:
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=max(1, round(limits.client_seconds)),
+            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+            server_header=False,
+        )
+        super().__init__(config)
+        self.worker = worker
+        self.limits = limits
+        self.grace_seconds = grace_seconds
+        self._looking_after: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.worker.drain()
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._looking_after = asyncio.create_task(self._look_after_connections())
 
-def run_server(app: Any, worker: Worker, host: str, port: int, grace_seconds: int) -> None:
-    log_to_stderr()
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=grace_seconds,
-        server_header=False,
-    )
-    server = Server(config)
-    server.worker = worker
+    async def _look_after_connections(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.client_seconds / 4))
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol):
+                    connection.end_if_overdue(now)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.worker.drain()
+        await self._finish_requests()
+        # What is left is told so: a stream by its last event, the others by a 503.
+        await asyncio.to_thread(self.worker.stop)
+        await super().shutdown(sockets)
+        if self._looking_after is not None:
+            self._looking_after.cancel()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    async def _finish_requests(self) -> None:
+        """Listening all the while, so that /health can say what goes on; those that come now are refused at once."""
+        taken = set(self.server_state.tasks)
+        end = time.monotonic() + self.grace_seconds
+        while not self.force_exit and time.monotonic() < end and not all(task.done() for task in taken):
+            await asyncio.sleep(0.05)
+        left = sum(not task.done() for task in taken)
+        if left:
+            logger.warning("stopped before all requests were finished", extra={"fields": {"requests": left}})
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Take the port, before a model is loaded in vain; nobody can connect before the server listens."""
+    sockets: list[socket.socket] = []
     try:
-        server.run()
-    except SystemExit as error:
-        raise DepthDecayError(f"the server cannot listen on {host}:{port}; is the port in use?") from error
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            bound = socket.socket(family, kind, protocol)
+            sockets.append(bound)
+            if sys.platform != "win32":  # where it would let two servers share a port
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address)
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise _cannot_listen(host, port) from error
+    return sockets
+
+
+def run_server(
+    app: Any, worker: Worker, sockets: Sequence[socket.socket], limits: ConnectionLimits, grace_seconds: float
+) -> None:
+    log_to_stderr()
+    # Requests make many objects, and collecting them must not mean looking at all that the libraries have.
+    gc.collect()
+    gc.freeze()
+    server = Server(app, worker, limits, grace_seconds)
+    host, port = sockets[0].getsockname()[:2]
+    try:
+        for bound in sockets:
+            bound.listen(BACKLOG)  # another server may have taken the port, as we had, and be listening by now
+        logger.info("listening", extra={"fields": {"host": host, "port": port}})
+        server.run(list(sockets))
+    except OSError as error:
+        raise _cannot_listen(host, port) from error
     finally:
         worker.stop()
-    if not server.started:
-        raise DepthDecayError(f"the server cannot listen on {host}:{port}; is the port in use?")
+        for bound in sockets:
+            bound.close()
+
+
+def most_connections(wanted: int) -> int:
+    """As many as asked for, within what the system lets a process open."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return wanted
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if most == resource.RLIM_INFINITY else max(1, min(wanted, most - _OWN_FILES))
+
+
+def _cannot_listen(host: str, port: int) -> DepthDecayError:
+    return DepthDecayError(f"the server cannot listen on {host}:{port}; is the port in use?")

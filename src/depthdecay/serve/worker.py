@@ -20,6 +20,15 @@ logger = logging.getLogger("depthdecay.serve")
 
 
 @dataclass(eq=False)
+class Place:
+    """Room in the queue for a request's sequences, from before its texts are tokenized until the batch has them."""
+
+    count: int
+    deadline: float
+    is_held: bool = True
+
+
+@dataclass(eq=False)
 class Ticket:
     """One request on its way: its sequences' ids once the batch has them, and a queue of what comes back."""
 
@@ -27,7 +36,7 @@ class Ticket:
     plan: Plan | None
     mode: str
     logprobs: int | None
-    deadline: float
+    place: Place
     loop: asyncio.AbstractEventLoop
     updates: asyncio.Queue[list[Update] | Exception] = field(default_factory=asyncio.Queue)
     ids: list[int] = field(default_factory=list)
@@ -50,7 +59,7 @@ class Worker:
         self.on_step: Callable[[Batcher, list[Update]], None] | None = None
         self._wake = threading.Condition()
         self._inbox: deque[tuple[str, Ticket]] = deque()
-        self._arriving = 0  # sequences in the inbox
+        self._arriving = 0  # sequences that have a place, and that the batch does not know of yet
         self._by_id: dict[int, Ticket] = {}
         self._tickets: set[Ticket] = set()
         self._thread = threading.Thread(target=self._run, name="depthdecay-batch", daemon=True)
@@ -68,11 +77,9 @@ class Worker:
     def open_tickets(self) -> int:
         return len(self._tickets)
 
-    async def submit(self, request: Request, plan: Plan | None, mode: str, logprobs: int | None = None) -> Ticket:
-        """Hand a request to the batch, and return once it has a place in the queue."""
-        if self.state != "ready":
-            raise ApiError(503, f"the server is {self.state}; try again later", code=self.state, retry_after=5)
-        count = len(request.prompts)
+    def reserve(self, count: int) -> Place:
+        """A place for so many sequences, or an error; asked before any work is done for them."""
+        self._require_ready()
         if count > self.max_waiting:
             raise ApiError(
                 400, f"{count} sequences were asked for at once, but {self.max_waiting} may wait; ask for fewer"
@@ -85,10 +92,33 @@ class Worker:
                     code="queue_full",
                     retry_after=1 + int(self.batcher.pace.step * 16),
                 )
-            loop = asyncio.get_running_loop()
-            ticket = Ticket(request, plan, mode, logprobs, time.monotonic() + self.timeout_seconds, loop)
-            self._inbox.append(("submit", ticket))
             self._arriving += count
+        return Place(count, time.monotonic() + self.timeout_seconds)
+
+    def release(self, place: Place) -> None:
+        """Give a place back; one that was given back before stays so."""
+        with self._wake:
+            if place.is_held:
+                place.is_held = False
+                self._arriving -= place.count
+
+    def too_late(self) -> ApiError:
+        return ApiError(504, f"not finished within {self.timeout_seconds:g} seconds", code="timeout")
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            raise ApiError(503, f"the server is {self.state}; try again later", code=self.state, retry_after=5)
+
+    async def submit(
+        self, place: Place, request: Request, plan: Plan | None, mode: str, logprobs: int | None = None
+    ) -> Ticket:
+        """Hand a request to the batch, and return once it is in its queue. What had a place before the server began to
+        drain is still taken."""
+        ticket = Ticket(request, plan, mode, logprobs, place, asyncio.get_running_loop())
+        with self._wake:
+            if self.state not in ("ready", "draining"):
+                self._require_ready()
+            self._inbox.append(("submit", ticket))
             self._wake.notify()
         try:
             await ticket.accepted.wait()
@@ -140,7 +170,6 @@ class Worker:
         with self._wake:
             left = [ticket for kind, ticket in self._inbox if kind == "submit"]
             self._inbox.clear()
-            self._arriving = 0
         self._fail([*self._tickets, *left], ApiError(503, "the server was stopped", code="stopped"))
 
     def _turn(self) -> None:
@@ -155,8 +184,8 @@ class Worker:
             else:
                 self._leave(ticket)
         now = time.monotonic()
-        late = [ticket for ticket in self._tickets if ticket.deadline <= now]
-        self._fail(late, ApiError(504, f"not finished within {self.timeout_seconds:g} seconds", code="timeout"))
+        late = [ticket for ticket in self._tickets if ticket.place.deadline <= now]
+        self._fail(late, self.too_late())
         if self.batcher.is_idle:
             return
         updates = self.batcher.step()
@@ -165,8 +194,7 @@ class Worker:
         self._deliver(updates)
 
     def _enter(self, ticket: Ticket) -> None:
-        with self._wake:
-            self._arriving -= len(ticket.request.prompts)
+        self.release(ticket.place)
         try:
             ids = self.batcher.submit(ticket.request, ticket.plan, ticket.mode, logprobs=ticket.logprobs)
         except Exception as error:

@@ -1,0 +1,64 @@
+"""From a body to what it asks: bounded work, off the event loop where it is much, and one mistake told by name."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from depthdecay.serve.api_errors import ApiError, shortened
+from depthdecay.serve.schema import FORM
+
+Asked = TypeVar("Asked", bound=BaseModel)
+
+SMALL_BODY = 2**14  # bytes; a longer one takes milliseconds to check, and running streams would wait for them
+
+
+async def read_request(request: Request, model: type[Asked]) -> Asked:
+    _require_json(request.headers.get("content-type", ""))
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise hung_up() from None
+    if len(body) <= SMALL_BODY:
+        return checked(model, body)
+    return await run_in_threadpool(checked, model, body)
+
+
+def checked(model: type[Asked], body: bytes) -> Asked:
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _told(error) from None
+
+
+def hung_up() -> ApiError:
+    return ApiError(499, "the client went away", code="hung_up")
+
+
+def _require_json(content_type: str) -> None:
+    """Pages of other sites can send any text without asking, but not JSON; so this also keeps them out."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"is '{shortened(kind)}'" if kind else "is missing"
+        raise ApiError(
+            415, f"the content type {said}; send content-type: application/json", code="unsupported_media_type"
+        )
+
+
+def _told(error: ValidationError) -> ApiError:
+    found: Any = error.errors(include_url=False, include_input=False)[0]
+    places = [shortened(str(place)) for place in found["loc"] if not str(place).startswith(FORM)]
+    param = ".".join(places) or None
+    if found["type"] == "extra_forbidden":
+        return ApiError(400, f"the parameter '{param}' is not supported", param=param, code="unsupported_parameter")
+    said = str(found["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {said}" if param else said, param=param, code="invalid_value")

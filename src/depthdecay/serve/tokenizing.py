@@ -1,0 +1,118 @@
+"""Texts as token ids: what cannot fit is refused unread, and long texts keep no short one waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from depthdecay.errors import ContextError
+from depthdecay.model.prompts import token_ids
+from depthdecay.serve.api_errors import ApiError
+
+LONG_TEXT = 2**14  # characters, some ten milliseconds' work
+# Runs of these show whether a tokenizer drops or joins what it reads: spaces, marks, and what no vocabulary has.
+_PROBES = (" ", "\n", "\t", "a", "字", "\u0301", "\u00ad", "\u200b", "\x00", "\ue000", "\U0010ffff")
+
+
+class Tokenizing:
+    """Two threads: one for short texts, one for long ones, each with a tokenizer of its own, since fast tokenizers are
+    not to be asked by two threads at once."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, max_positions: int) -> None:
+        self.vocabulary = vocabulary
+        self.max_positions = max_positions
+        per_token = most_characters_per_token(tokenizer)
+        self.most_characters = None if per_token is None else per_token * max_positions
+        self._short = _Lane("short", tokenizer)
+        self._long = _Lane("long", copy.deepcopy(tokenizer))
+
+    async def ids(self, prompts: Sequence[Any], settings: dict[str, Any]) -> list[list[int]]:
+        """The token ids of each prompt; an error as soon as one cannot fit."""
+        for prompt in prompts:
+            if isinstance(prompt, list) and isinstance(prompt[0], int):
+                self._require_fit(len(prompt))
+        lane = self._long if sum(map(_size, prompts)) > LONG_TEXT else self._short
+        working = asyncio.get_running_loop().run_in_executor(lane.thread, self._all_ids, lane, prompts, settings)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            if not lane.is_closed:
+                raise
+            raise ApiError(503, "the server was stopped", code="stopped") from None
+
+    def _all_ids(self, lane: _Lane, prompts: Sequence[Any], settings: dict[str, Any]) -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            self._refuse_unread(lane.tokenizer, prompt)
+            found.append(token_ids(lane.tokenizer, prompt, settings, self.vocabulary))
+            self._require_fit(len(found[-1]))
+        return found
+
+    def _require_fit(self, tokens: int) -> None:
+        if tokens >= self.max_positions:
+            raise ContextError(
+                f"the prompt has {tokens} tokens, but texts here have at most {self.max_positions}, answer included"
+            )
+
+    def _refuse_unread(self, tokenizer: Any, prompt: Any) -> None:
+        if self.most_characters is None or _size(prompt) <= self.most_characters or _is_ids(prompt):
+            return
+        characters = _size(prompt)
+        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+            # Templates leave out what they like, such as spaces at the ends and old trains of thought.
+            try:
+                rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            except Exception:  # what is wrong with the messages is told where they are tokenized
+                return
+            characters = len(str(rendered))
+        if characters > self.most_characters:
+            raise ContextError(
+                f"the prompt has {characters} characters, but texts here have at most {self.max_positions} tokens, "
+                f"which never stand for more than {self.most_characters}"
+            )
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+
+class _Lane:
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"depthdecay-{name}-texts")
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def most_characters_per_token(tokenizer: Any) -> int | None:
+    """The longest that a token can stand for; None where that has no bound.
+
+    Vocabularies write a byte or a character of the text as at least one character. So no token stands for more than its
+    entry is long, unless the tokenizer drops parts of the text, or makes one unknown token of many characters.
+    """
+    longest = max(map(len, tokenizer.get_vocab()))
+    special = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    if any(token.lstrip or token.rstrip for token in special):  # they take all spaces beside them
+        return None
+    for character in _PROBES:
+        text = character * (8 * longest)
+        if len(tokenizer.encode(text, add_special_tokens=False)) * longest < len(text):
+            return None
+    return longest
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and isinstance(prompt[0], int)
+
+
+def _size(prompt: Any) -> int:
+    """Characters of a text or a conversation, tokens of token ids."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt if isinstance(message, Mapping))
