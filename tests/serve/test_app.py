@@ -570,6 +570,21 @@ def test_a_request_that_takes_too_long(engine: Engine) -> None:
         until(server.is_clean)
 
 
+def test_a_long_step_makes_nobody_wait_for_longer_than_the_time_of_a_request(engine: Engine) -> None:
+    with running(engine, BATCH, timeout_seconds=0.2) as server:
+        step, go = server.worker.batcher.step, threading.Event()
+
+        def stuck() -> Any:
+            go.wait(PATIENCE)
+            return step()
+
+        server.worker.batcher.step = stuck  # type: ignore[method-assign]
+        assert_problem(post(server, long_ask(stream=False)), 504, code="timeout")
+        assert json.loads(events_of(post(server, long_ask()))[-1])["error"]["code"] == "timeout"
+        go.set()
+        until(server.is_clean)
+
+
 def test_a_failing_pass_ends_only_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     poison = engine.tokenizer.encode("~")[0]
     embedding = engine.stack.model.get_input_embeddings()

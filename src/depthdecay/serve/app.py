@@ -30,7 +30,7 @@ from depthdecay.serve.api_errors import ApiError, json_response, shortened
 from depthdecay.serve.depth_choice import Depths
 from depthdecay.serve.guards import Guard, Scope
 from depthdecay.serve.metrics import Metrics
-from depthdecay.serve.reading import hung_up, read_request
+from depthdecay.serve.reading import BodyReader, hung_up
 from depthdecay.serve.responses import Account, ApiAnswer, as_api_error
 from depthdecay.serve.schema import Asked, ChatRequest, CompletionRequest
 from depthdecay.serve.tokenizing import Tokenizing
@@ -60,7 +60,8 @@ class CheckedRoute(APIRoute):
         (body,) = self.dependant.body_params
 
         async def handle(request: Request) -> Response:
-            asked = await read_request(request, body.field_info.annotation)  # type: ignore[arg-type]
+            service: Service = request.app.state.service
+            asked = await service.bodies.read(request, body.field_info.annotation)  # type: ignore[arg-type]
             response: Response = await self.endpoint(asked, request)
             return response
 
@@ -75,7 +76,7 @@ def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
-        service.tokenizing.close()
+        service.close()
         await run_in_threadpool(worker.stop)
 
     about: dict[str, Any] = {"title": "depthdecay", "version": __version__, "responses": _ERRORS}
@@ -161,8 +162,13 @@ class Service:
         worker.on_step = self.metrics.step
         self.created = int(time.time())
         self.most_speedup = self.depths.most_speedup()
+        self.bodies = BodyReader()
         vocabulary = self.engine.stack.model.get_input_embeddings().weight.shape[0]
         self.tokenizing = Tokenizing(self.engine.tokenizer, vocabulary, worker.batcher.max_positions)
+
+    def close(self) -> None:
+        self.bodies.close()
+        self.tokenizing.close()
 
     def saw_request(self, path: str, status: int) -> None:
         self.metrics.requests.labels(path, str(status)).inc()
@@ -218,9 +224,7 @@ class Service:
         try:
             async with asyncio.timeout(place.deadline - time.monotonic()):
                 prepared, mode, plan = await self._prepare(asked, prompts)
-            return await self.worker.submit(place, prepared, plan, mode, _logprobs(asked)), mode
-        except TimeoutError:
-            raise self.worker.too_late() from None
+                return await self.worker.submit(place, prepared, plan, mode, _logprobs(asked)), mode
         except Exception as error:
             raise self._told(error) from error
         finally:
@@ -267,7 +271,7 @@ class Service:
             log["first_token_seconds"] = round(account.first_token - account.started, 4)
 
     def _told(self, error: Exception) -> ApiError:
-        told = as_api_error(error)
+        told = self.worker.too_late() if isinstance(error, TimeoutError) else as_api_error(error)
         if told.status == 500:
             logger.error("request failed", exc_info=error)
         return told

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from depthdecay.serve.api_errors import ApiError, shortened
@@ -18,15 +19,25 @@ Asked = TypeVar("Asked", bound=BaseModel)
 SMALL_BODY = 2**14  # bytes; a longer one takes milliseconds to check, and running streams would wait for them
 
 
-async def read_request(request: Request, model: type[Asked]) -> Asked:
-    _require_json(request.headers.get("content-type", ""))
-    try:
-        body = await request.body()
-    except ClientDisconnect:
-        raise hung_up() from None
-    if len(body) <= SMALL_BODY:
-        return checked(model, body)
-    return await run_in_threadpool(checked, model, body)
+class BodyReader:
+    """Long bodies are checked one at a time: parsing holds the interpreter's lock, and several in a row would keep
+    everything else waiting."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="depthdecay-long-bodies")
+
+    async def read(self, request: Request, model: type[Asked]) -> Asked:
+        _require_json(request.headers.get("content-type", ""))
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            raise hung_up() from None
+        if len(body) <= SMALL_BODY:
+            return checked(model, body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, checked, model, body)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)  # those that wait are told like all others: it takes no time
 
 
 def checked(model: type[Asked], body: bytes) -> Asked:

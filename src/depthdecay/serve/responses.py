@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import time
 from collections.abc import AsyncIterator, Callable
@@ -200,7 +201,9 @@ class ApiAnswer:
         """Until every choice has ended."""
         left = len(self.choices)
         while left:
-            news = await self.ticket.updates.get()
+            # The batch looks at its clock between two steps only, and a step may be long.
+            async with asyncio.timeout(self.ticket.place.deadline - time.monotonic()):
+                news = await self.ticket.updates.get()
             if isinstance(news, Exception):
                 raise news
             for update in news:

@@ -23,6 +23,9 @@ from depthdecay.serve.worker import Worker
 
 logger = logging.getLogger("depthdecay.serve")
 
+# The batch's thread gives the interpreter's lock away at every operation of torch, and gets it back from a busy event
+# loop only after this time: with Python's own 5 ms a step took many times as long beside a flood of small requests.
+SWITCH_SECONDS = 0.0005
 LAST_WORDS_SECONDS = 5  # for telling clients that the server has stopped, once it has
 BACKLOG = 128
 _OWN_FILES = 128  # descriptors that are no connections: the model's files, libraries, the log
@@ -116,6 +119,7 @@ def run_server(
     # Requests make many objects, and collecting them must not mean looking at all that the libraries have.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, worker, limits, grace_seconds)
     host, port = sockets[0].getsockname()[:2]
     try:
