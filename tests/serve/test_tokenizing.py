@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("fastapi")
 
 from saved_model import save_tiny_chat_model
 from serving import PATIENCE
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from depthdecay.errors import ContextError
@@ -50,21 +51,36 @@ def test_a_bound_is_read_off_the_vocabulary_where_there_is_one(tokenizer: Any) -
 
 
 def test_a_tokenizer_that_drops_spaces_has_no_bound(tokenizer: Any) -> None:
-    import copy
-
     stripping = copy.deepcopy(tokenizer)
     stripping.backend_tokenizer.normalizer = normalizers.Strip()
     assert most_characters_per_token(stripping) is None
 
 
 def test_a_special_token_that_takes_the_spaces_beside_it_has_no_bound(tokenizer: Any) -> None:
-    import copy
-
-    from tokenizers import AddedToken
-
     taking = copy.deepcopy(tokenizer)
     taking.add_special_tokens({"additional_special_tokens": [AddedToken("<end>", rstrip=True, special=True)]})
     assert most_characters_per_token(taking) is None
+
+
+def test_a_tokenizer_that_does_not_tell_or_cannot_be_copied_is_used_as_it_is(tokenizer: Any) -> None:
+    class Odd:
+        """Of a model's own code."""
+
+        def get_vocab(self) -> dict[str, int]:
+            raise NotImplementedError
+
+        def encode(self, text: str) -> list[int]:
+            return list(tokenizer.encode(text))
+
+        def __deepcopy__(self, memo: Any) -> Odd:
+            raise TypeError("cannot be copied")
+
+    made = Tokenizing(Odd(), len(tokenizer), POSITIONS)
+    assert made.most_characters is None
+    with pytest.raises(ContextError, match="20000 tokens"):
+        asyncio.run(made.ids(["a" * 20_000], SETTINGS))
+    assert len(asyncio.run(made.ids(["abc"], SETTINGS))[0]) == 3
+    made.close()
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenized(
@@ -82,8 +98,6 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(
 
 
 def test_what_a_template_leaves_out_does_not_count(tokenizer: Any) -> None:
-    import copy
-
     trimming = copy.deepcopy(tokenizer)
     trimming.chat_template = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
     made = Tokenizing(trimming, len(tokenizer), POSITIONS)

@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             backlog=BACKLOG,
-            timeout_keep_alive=max(1, round(limits.client_seconds)),
+            timeout_keep_alive=max(1, round(min(limits.client_seconds, 86_400))),
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             server_header=False,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +20,16 @@ _PROBES = (" ", "\n", "\t", "a", "字", "\u0301", "\u00ad", "\u200b", "\x00", "\
 
 class Tokenizing:
     """Two threads: one for short texts, one for long ones, each with a tokenizer of its own, since fast tokenizers are
-    not to be asked by two threads at once."""
+    not to be asked by two threads at once. One thread for both where there is no second tokenizer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, max_positions: int) -> None:
         self.vocabulary = vocabulary
         self.max_positions = max_positions
         per_token = most_characters_per_token(tokenizer)
         self.most_characters = None if per_token is None else per_token * max_positions
-        self._short = _Lane("short", tokenizer)
-        self._long = _Lane("long", copy.deepcopy(tokenizer))
+        self._short = self._long = _Lane("short", tokenizer)
+        with contextlib.suppress(Exception):  # a tokenizer of a model's own code may have parts that cannot be copied
+            self._long = _Lane("long", copy.deepcopy(tokenizer))
 
     async def ids(self, prompts: Sequence[Any], settings: dict[str, Any]) -> list[list[int]]:
         """The token ids of each prompt; an error as soon as one cannot fit."""
@@ -96,15 +98,16 @@ def most_characters_per_token(tokenizer: Any) -> int | None:
     Vocabularies write a byte or a character of the text as at least one character. So no token stands for more than its
     entry is long, unless the tokenizer drops parts of the text, or makes one unknown token of many characters.
     """
-    longest = max(map(len, tokenizer.get_vocab()))
     special = getattr(tokenizer, "added_tokens_decoder", {}).values()
     if any(token.lstrip or token.rstrip for token in special):  # they take all spaces beside them
         return None
-    for character in _PROBES:
-        text = character * (8 * longest)
-        if len(tokenizer.encode(text, add_special_tokens=False)) * longest < len(text):
-            return None
-    return longest
+    try:
+        longest = max(map(len, tokenizer.get_vocab()))
+        probes = [character * (8 * longest) for character in _PROBES]
+        counts = [len(tokenizer.encode(probe, add_special_tokens=False)) for probe in probes]
+    except Exception:  # a model's own code, which may not tell its vocabulary, or not take such texts
+        return None
+    return longest if min(counts) >= 8 else None
 
 
 def _is_ids(prompt: Any) -> bool:
