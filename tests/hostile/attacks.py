@@ -78,7 +78,13 @@ class Target:
             yield client
 
     def at_once(self, count: int, go: Callable[[int], None]) -> None:
-        threads = [threading.Thread(target=go, args=(number,)) for number in range(count)]
+        def watched(number: int) -> None:
+            try:
+                go(number)
+            except Exception as error:  # in a thread, where nobody else would hear of it
+                self.complaints.append(f"the attack itself failed: {error!r}")
+
+        threads = [threading.Thread(target=watched, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -219,7 +225,7 @@ def hang_ups(target: Target) -> None:
     bodies = [_json({"prompt": ids, "max_tokens": 200, "stream": stream}) for stream in (True, False)]
 
     def go(number: int) -> None:
-        with target.connected() as client:
+        with contextlib.suppress(OSError), target.connected() as client:  # a busy server may turn it away
             client.sendall(_request(COMPLETIONS, bodies[number % 2]))
             if number % 2 == 0:
                 client.recv(100)
