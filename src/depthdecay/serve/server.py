@@ -27,7 +27,10 @@ logger = logging.getLogger("depthdecay.serve")
 # loop only after this time: with Python's own 5 ms a step took many times as long beside a flood of small requests.
 SWITCH_SECONDS = 0.0005
 LAST_WORDS_SECONDS = 5  # for telling clients that the server has stopped, once it has
-BACKLOG = 128
+# asyncio takes so many connections in one go before any of them can make room for another; those beyond wait in the
+# system's queue.
+ACCEPTED_AT_ONCE = 32
+QUEUED_BY_SYSTEM = 512
 _OWN_FILES = 128  # descriptors that are no connections: the model's files, libraries, the log
 
 
@@ -42,7 +45,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=max(1, round(min(limits.client_seconds, 86_400))),
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             server_header=False,
@@ -60,6 +63,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUED_BY_SYSTEM)  # which asyncio has set to what it takes in one go
         self._looking_after = asyncio.create_task(self._look_after_connections())
 
     async def _look_after_connections(self) -> None:
@@ -124,7 +129,7 @@ def run_server(
     host, port = sockets[0].getsockname()[:2]
     try:
         for bound in sockets:
-            bound.listen(BACKLOG)  # another server may have taken the port, as we had, and be listening by now
+            bound.listen(QUEUED_BY_SYSTEM)  # another server may have taken the port, as we had, and be listening by now
         logger.info("listening", extra={"fields": {"host": host, "port": port}})
         server.run(list(sockets))
     except OSError as error:
