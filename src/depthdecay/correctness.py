@@ -71,7 +71,7 @@ def check_model(
     stack = LayerStack.of(model)
     plan = plan or default_plan(stack.num_layers, new_tokens)
     prompts = check_prompts(stack.model, tokenizer)
-    engine = Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights)
+    engine = Engine(model, tokenizer, plan, compile=False, allow_other_weights=allow_other_weights)
     expected = [reference(model, prompt, new_tokens) for prompt in prompts]
     # Taken behind the plain generate, which may set attributes of its own, and before anything of ours has run.
     before = model_state(stack.model)

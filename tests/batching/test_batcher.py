@@ -26,11 +26,11 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import BatchPace, RowDrafts
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.engine.result import Result
 from depthdecay.model.layers import KeptShape
 from depthdecay.model.load import load
+from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.runners.contract import Part
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Store
 from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
@@ -454,7 +454,7 @@ def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> N
 def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
     """With its calibrated plan and repair maps, and texts that come one after the other."""
     loaded = load(device="cpu")
-    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
+    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(EMBEDDED_PLAN))
     batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
     questions = ["Why is the sky blue?", "Name three colours of the rainbow and say why.", "What is bread made of?"]
     asks = [(question, mode) for question in questions for mode in ("decay", "full", "lossless")]

@@ -15,7 +15,8 @@ import torch
 from depthdecay.batching.drafting import BatchDrafting, RowDrafts
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
 from depthdecay.batching.row import BatchRow
-from depthdecay.engine.engine import MODES, Engine
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import MODES
 from depthdecay.engine.request import UNENDING, Request, prepare_request
 from depthdecay.engine.result import AnswerInProgress, Result
 from depthdecay.engine.sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys

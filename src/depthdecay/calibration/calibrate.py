@@ -179,7 +179,7 @@ class Calibration:
         if kept is not None:
             self.say("going on with the texts of an interrupted run")
             return [Continuation(tuple(p), tuple(t)) for p, t in zip(prompts, kept, strict=True)]
-        texts = self._answered(Engine(self.model), prompts, "the full model answers prompts")
+        texts = self._answered(Engine(self.model, compile=False), prompts, "the full model answers prompts")
         self.work.write("texts", [text.tokens for text in texts])
         return texts
 
@@ -198,7 +198,7 @@ class Calibration:
         if kept is None:
             wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
             rounds = min(max(wanted, 0) // len(prompts), self.settings.again)
-            engine, title = Engine(self.model), "the full model answers the same prompts again"
+            engine, title = Engine(self.model, compile=False), "the full model answers the same prompts again"
             answers = (self._answered(engine, prompts, title, seed=number + 1) for number in range(rounds))
             kept = [text.tokens for answer in answers for text in answer]
             self.work.write("again", kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -25,7 +26,7 @@ from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
 from depthdecay.cli.loadtest import loadtest
 from depthdecay.cli.serve import serve
 from depthdecay.cli.vllm import app as vllm
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 
 __all__ = ["app", "main"]
 
@@ -41,6 +42,8 @@ class _OneLineErrors(TyperGroup):
             warnings.showwarning = _show_warning
             try:
                 return super().invoke(ctx)
+            except ArgumentError as error:
+                _fail(_with_flags(error, self.commands.get(ctx.invoked_subcommand or "")))
             except DepthDecayError as error:
                 _fail(str(error))
             except KeyboardInterrupt:
@@ -53,6 +56,26 @@ class _OneLineErrors(TyperGroup):
                 if type(error).__name__ != "OutOfMemoryError":
                     raise
                 _fail("the device is out of memory; take a smaller model, a 16-bit --dtype, or --device cpu")
+
+
+# What the library calls otherwise than the command line.
+_OTHER_NAMES = {"over_tokens": "over"}
+
+
+def _with_flags(error: ArgumentError, command: Any) -> str:
+    """The library's sentence with this command's options for the Python parameters that it names."""
+    flags = {
+        option.lstrip("-").replace("-", "_"): option
+        for parameter in (command.params if command is not None else ())
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    message = str(error)
+    for name in error.parameters:
+        flag = flags.get(name) or flags.get(_OTHER_NAMES.get(name, ""))
+        if flag is not None:
+            message = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message)
+    return message
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -80,7 +80,14 @@ def eval_command(
         from depthdecay.evaluation.work_file import WorkFile
 
         settings = EvaluationSettings(
-            names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)
+            names,
+            budgets,
+            over,
+            batch,
+            max_new_tokens,
+            chat,
+            allow_other_weights,
+            model.quantize or loaded.quantize_as_filed(),
         )
         work = WorkFile.beside(target) if target is not None else WorkFile(None)
         report = evaluate(loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=say)

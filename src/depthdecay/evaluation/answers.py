@@ -124,6 +124,7 @@ class Answerer:
                         self.model,
                         None,
                         plan,
+                        compile=False,  # the shapes of batches are many
                         allow_other_weights=allow_other_weights,
                         quantize=self.quantize,
                         origin=self.origin,
