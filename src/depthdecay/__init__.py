@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from depthdecay.plan.ladder import Ladder as Ladder
     from depthdecay.plan.plan import Plan as Plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded when first asked for: plans are made and read without importing torch.
 _EXPORTS = {

@@ -174,7 +174,7 @@ class WidenedStack(LayerStack):
 
 
 class CompiledLayerStack(LayerStack):
-    """A model whose passes can be one compiled call (rows.py): what lies where, as that call takes it.
+    """A model whose passes can be one compiled call (compiled_rows.py): what lies where, as that call takes it.
 
     It is read from the model itself. Its own weights are used where they lie, so nothing is copied and a change of them
     is seen by the next text; rounded ones are those of the time they were made.
