@@ -102,7 +102,7 @@ def random_asks(
 def alone(model: Any, ask: dict[str, Any], repairs: Repairs | None) -> list[tuple[int, int]]:
     settings = {name: value for name, value in ask.items() if name not in ("prompt", "tokens", "plan", "mode")}
     plan = ask["plan"]
-    engine = Engine(model, None, plan, repairs=repairs if plan is not None else None)
+    engine = Engine(model, None, plan, repairs=repairs if plan is not None else None, compile=False)
     mode = "decay" if ask["mode"] == "decay" else "full"
     result = engine.generate([ask["prompt"]], ask["tokens"], mode=mode, **settings)[0]
     return list(zip(result.token_ids, result.depths, strict=True))
@@ -121,7 +121,7 @@ def check_random_arrivals(
 ) -> Batcher:
     """Requests come at random steps, some are given up on the way; the others get what they get alone."""
     generator = random.Random(seed)
-    batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs), settings)
+    batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs, compile=False), settings)
     coming = random_asks(generator, 12, modes, plans)
     if windows is not None:
         for ask in (ask for ask in coming if ask["mode"] == "lossless"):
