@@ -57,6 +57,15 @@ def test_layers_are_compiled_unless_told_otherwise() -> None:
     assert dd.Engine(model, graphs=False).compiled is None
 
 
+def test_compiling_is_told_of_once() -> None:
+    told: list[str] = []
+    engine = dd.Engine(on_gpu(), progress=told.append)
+    for _ in range(2):
+        engine.generate(PROMPTS[:1], 4)
+    assert len(told) == 1
+    assert "compiling" in told[0]
+
+
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_graphs_equal_the_reference(architecture: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from depthdecay.cuda.chain import Chain
     from depthdecay.cuda.pass_graphs import PassGraphs
 
+logger = logging.getLogger("depthdecay")
 PREFILL_TOKENS = 2048  # of several texts that are read together
 
 
@@ -59,9 +61,9 @@ class Engine:
     and left exactly as it was found.
 
     `plan` is a plan or where one lies. `mode` holds for calls that name none; with "lossless" the plan only drafts, or
-    the one beside it that was calibrated to. Layers are compiled on CUDA unless `compile` is False: the first answer
-    takes longer, and what was compiled is kept on disk. On a CPU `quantize` (none, int8, int4) says how weights are
-    read, and `fast=False` leaves passes to the model's own forward.
+    the one beside it that was calibrated to. On CUDA layers are compiled unless `compile` is False: the first answer
+    takes longer, of which `progress` is told, and what was compiled is kept on disk. On a CPU `quantize` (none, int8,
+    int4) says how weights are read, and `fast=False` leaves passes to the model's own forward.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         quantize: str | None = None,
         origin: WeightsOrigin | None = None,
         fast: bool | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         loaded = model if isinstance(model, LoadedModel) else None
         require_mode(mode)
@@ -99,6 +102,8 @@ class Engine:
         if compile and not self.uses_graphs:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
         self.compiled = _compiled_layers() if self.uses_graphs and compile is not False else None
+        self._tell = logger.info if progress is None else progress
+        self._has_told_of_compiling = self.compiled is None
         self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
         # What is kept for the next request: graphs with the cache that they belong to, and what drafting has taught.
         self._steps: Kept[PassGraphs] = Kept()
@@ -137,7 +142,7 @@ class Engine:
         depth = replace(depth, plan=depth.stored())  # refused before the model is loaded
         require_mode(settings.get("mode"))
         loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
-        return cls(loaded, plan=depth, **settings)
+        return cls(loaded, plan=depth, progress=progress, **settings)
 
     def _can_use_graphs(self) -> bool:
         spread = len(set((getattr(self.stack.model, "hf_device_map", None) or {}).values())) > 1
@@ -179,6 +184,11 @@ class Engine:
 
     def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         require_eval(self.stack.model)
+        if not self._has_told_of_compiling:
+            self._has_told_of_compiling = True
+            self._tell(
+                "compiling layers and capturing graphs, once; what is compiled is kept on disk for the next start"
+            )
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         if results[0].mode != "lossless":
             return self._decode(request, results)
