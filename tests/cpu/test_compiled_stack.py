@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
@@ -282,10 +283,21 @@ class TestStore:
         first = tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1])
         (file,) = (tmp_path / "cpu").glob("*.safetensors")
         content = file.read_bytes()
-        for damaged in (b"", content[: len(content) // 2], b"x" * len(content)):
+        flipped = bytearray(content)
+        flipped[-64] ^= 1  # within a matrix: the header stands at the beginning
+        for damaged in (b"", content[: len(content) // 2], b"x" * len(content), bytes(flipped)):
             file.write_bytes(damaged)
             assert tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1]) == first
             assert file.read_bytes() == content
+
+    def test_a_full_disk_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: Any) -> None:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        assert cpu.open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
+        assert not list((tmp_path / "cpu").iterdir())
 
     def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "taken").write_text("")
@@ -304,6 +316,21 @@ class TestLibrary:
         file.write_bytes(b"nothing")
         with pytest.raises(library.Unavailable, match="cannot be loaded"):
             library.Library(file)
+
+    def test_a_library_that_was_cut_short_is_built_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Never loaded to find out: half of a library ends the process with a signal."""
+        monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
+        monkeypatch.setattr(library, "_TUNED", ((),))
+        monkeypatch.setattr(library, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS))
+        library.library.__wrapped__()
+        (file,) = (tmp_path / "kernels").glob("*.so")
+        content = file.read_bytes()
+        loaded: list[int] = []
+        monkeypatch.setattr(library, "Library", lambda file: loaded.append(file.stat().st_size))
+        for damaged in (content[: len(content) // 2], content[:-4096] + bytes(4096)):
+            file.write_bytes(damaged)
+            library.library.__wrapped__()
+        assert loaded == [len(content)] * 2
 
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
