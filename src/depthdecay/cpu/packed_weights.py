@@ -204,7 +204,7 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
 
 def _checksum(data: torch.Tensor) -> int:
     """Of every byte: a disk that lost some would give text that is wrong without a word."""
-    return zlib.crc32(memoryview(data.numpy()))
+    return zlib.crc32(data.numpy().data)
 
 
 def _size(matrix: Packed) -> int:
