@@ -61,11 +61,19 @@ def test_what_no_calibrated_plan_reaches_is_guessed_with_a_warning(smollm2: Laye
 @pytest.mark.parametrize("settings", [{"alpha": 0.99}, {"speedup": 1.1, "core_head": 3}, {"speedup": 1.1}])
 def test_other_models_and_shaped_plans_are_made_by_rule(smollm2: LayerStack, settings: dict[str, Any]) -> None:
     name = "another" if settings == {"speedup": 1.1} else EMBEDDED_MODEL
-    plan = DepthSettings(**settings).choose(smollm2, name)
+    with pytest.warns(UserWarning, match="^layers are dropped from the middle outwards, by guess"):
+        plan = DepthSettings(**settings).choose(smollm2, name)
     assert plan is not None
     assert plan.repairs is None
 
 
+def test_full_depth_by_rule_is_no_guess(smollm2: LayerStack) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert DepthSettings(alpha=1).choose(smollm2, EMBEDDED_MODEL) is not None
+
+
+@pytest.mark.filterwarnings("ignore:layers are dropped")
 def test_a_plan_by_rule_goes_over_the_answer(smollm2: LayerStack) -> None:
     plan = DepthSettings(speedup=1.25, new_tokens=40).choose(smollm2, "another")
     assert plan == Plan.for_speedup(30, 1.25, over_tokens=40)

@@ -84,16 +84,20 @@ class DepthSettings:
             return stored if self.speedup is None else self._rescheduled(stored, stack)
         made_by_rule = self.alpha is not None or any(name in self._shape() for name in _MADE_BY_RULE)
         shipped = None if self.speedup is None or made_by_rule or name is None else shipped_plan(name)
+        too_fast = ""
         if shipped is not None:
             try:
                 return self._rescheduled(shipped, stack)
-            except DepthDecayError:  # faster than it was calibrated for
-                warnings.warn(
-                    f"the calibrated plan of {name} does not go as far as {self.speedup}x; layers are dropped from the "
-                    "middle outwards instead, by guess: expect much lower quality",
-                    stacklevel=2,
-                )
-        return self.by_rule(stack.num_layers)
+            except DepthDecayError:
+                too_fast = f"the calibrated plan of {name} does not go as far as {self.speedup}x; "
+        made = self.by_rule(stack.num_layers)
+        if made is not None and made.schedule.final_depth < made.num_layers:
+            warnings.warn(
+                f"{too_fast}layers are dropped from the middle outwards, by guess: expect much lower quality; "
+                "depthdecay calibrate measures which a model can do without",
+                stacklevel=2,
+            )
+        return made
 
     def by_rule(self, num_layers: int) -> Plan | None:
         """The plan that alpha or speedup describes, on a guessed ladder."""
