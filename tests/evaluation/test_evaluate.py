@@ -294,7 +294,7 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
 def test_repairs_are_read_once_a_row_whatever_the_lengths(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthdecay.evaluation import evaluation as module
+    from depthdecay.evaluation import evaluate as module
     from depthdecay.model.costs import cost_speedup
 
     def nothing(start: int, end: int) -> Repair:
@@ -376,15 +376,15 @@ def test_lossless_and_full_answers_are_kept_apart(tiny: LoadedModel, tmp_path: P
 def test_lossless_is_no_peer_of_ours(tiny: LoadedModel) -> None:
     report = evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "lossless", "depthdecay")), OWN_PLAN)
     assert report.comparisons == []
-    assert chosen_methods(["lossless"], None, has_plan=False) == ("lossless",)
+    assert chosen_methods(["lossless"], (), has_plan=False) == ("lossless",)
 
 
 # What is run
 
 
 def test_what_is_run_by_default() -> None:
-    assert chosen_methods(None, None, has_plan=True) == ("full", "depthdecay")
-    assert chosen_methods(None, None, has_plan=False) == ("full",)
+    assert chosen_methods(None, (), has_plan=True) == ("full", "depthdecay")
+    assert chosen_methods(None, (), has_plan=False) == ("full",)
     assert chosen_methods(None, ["1.5"], has_plan=False) == ("full", "middle-out")
     assert checked_speedups(["1.5", "1.25", "1.50"]) == (1.5, 1.25)
 

@@ -16,7 +16,7 @@ import torch
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.engine.result import Result
-from depthdecay.errors import DepthDecayError, NotCapturable, failure
+from depthdecay.errors import ArgumentError, DepthDecayError, NotCapturable, failure
 from depthdecay.model.devices import synchronize
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import Ask, Part
@@ -200,7 +200,7 @@ def _transformers(model: Any, tokens: int, peer: str, assistant: Any, ids: list[
         options["assistant_early_exit"] = max(1, layers // 2)
     if peer == "assisted":
         if assistant is None:
-            raise DepthDecayError("assisted generation needs a smaller model; give one with --assistant")
+            raise ArgumentError("assisted generation needs a smaller model; give one as assistant", "assistant")
         options["assistant_model"] = assistant
     given = torch.tensor([ids], device=model.device)
     synchronize(given.device)

@@ -21,7 +21,7 @@ from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
@@ -132,9 +132,10 @@ class Calibration:
         kept = self.work.read("prompts")
         most = min(most, len(split.calibration)) if kept is None else kept
         if most < min(8, len(split.calibration)):
-            raise DepthDecayError(
+            raise ArgumentError(
                 f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory to "
-                "calibrate in; ask for fewer --new-tokens or --held-out-prompts"
+                "calibrate in; ask for fewer new_tokens or held_out_prompts",
+                *("new_tokens", "held_out_prompts"),
             )
         self.work.write("prompts", most)
         if most == len(split.calibration):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
 from depthdecay.cli.demo import demo
 from depthdecay.cli.eval import eval_command
+from depthdecay.cli.flags import in_flags
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
@@ -43,7 +43,7 @@ class _OneLineErrors(TyperGroup):
             try:
                 return super().invoke(ctx)
             except ArgumentError as error:
-                _fail(_with_flags(error, self.commands.get(ctx.invoked_subcommand or "")))
+                _fail(in_flags(error, self.commands.get(ctx.invoked_subcommand or "")))
             except DepthDecayError as error:
                 _fail(str(error))
             except KeyboardInterrupt:
@@ -56,26 +56,6 @@ class _OneLineErrors(TyperGroup):
                 if type(error).__name__ != "OutOfMemoryError":
                     raise
                 _fail("the device is out of memory; take a smaller model, a 16-bit --dtype, or --device cpu")
-
-
-# What the library calls otherwise than the command line.
-_OTHER_NAMES = {"over_tokens": "over"}
-
-
-def _with_flags(error: ArgumentError, command: Any) -> str:
-    """The library's sentence with this command's options for the Python parameters that it names."""
-    flags = {
-        option.lstrip("-").replace("-", "_"): option
-        for parameter in (command.params if command is not None else ())
-        for option in parameter.opts
-        if option.startswith("--")
-    }
-    message = str(error)
-    for name in error.parameters:
-        flag = flags.get(name) or flags.get(_OTHER_NAMES.get(name, ""))
-        if flag is not None:
-            message = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message)
-    return message
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -67,8 +67,8 @@ def eval_command(
     target = require_writable(expanded(json_file)) if json_file is not None else None
     answers_file = require_writable(expanded(answers)) if answers is not None else None
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
-    budgets = checked_speedups(_listed(speedups))
+    names = chosen_methods(_listed(methods), _listed(speedups) or (), plan is not None)
+    budgets = checked_speedups(_listed(speedups) or ())
     stored = opt.PlanOptions(plan).load()
     with working("preparing …", lasting=True) as say:
         loaded = model.load(quiet=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from depthdecay.cpu.compiled_stack import open_stack
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.evaluation.answers import Answerer, Answers, Questions
 from depthdecay.evaluation.gsm8k import EXEMPLARS
 from depthdecay.evaluation.methods import MethodPlan, contenders
@@ -167,9 +167,10 @@ def _refuse_early(plan: Plan, stack: LayerStack, allow_other_weights: bool) -> N
 def _require_room(stack: LayerStack, questions: Questions) -> None:
     longest, limit = max(map(len, questions.prompts)), stack.context_limit()
     if limit is not None and longest + questions.max_new_tokens > limit:
-        raise DepthDecayError(
+        raise ArgumentError(
             f"the longest prompt has {longest} tokens, which with {questions.max_new_tokens} new ones exceeds the "
-            f"model's context of {limit}; take fewer --max-new-tokens or --shots"
+            f"model's context of {limit}; take fewer max_new_tokens or shots",
+            *("max_new_tokens", "shots"),
         )
 
 
