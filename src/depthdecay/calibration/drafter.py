@@ -26,7 +26,7 @@ from depthdecay.speculative.expected_gain import LONGEST, Pace
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibrate import Calibrated, Calibration
+    from depthdecay.calibration.calibration import Calibrated, Calibration
 
 DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
 LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
@@ -55,7 +55,7 @@ def make_drafter(run: Calibration) -> Calibrated:
 
     Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
     """
-    from depthdecay.calibration.calibrate import Shape
+    from depthdecay.calibration.calibration import Shape
 
     tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}

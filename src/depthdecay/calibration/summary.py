@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdecay.calibration.calibrate import Calibrated, Calibration
+from depthdecay.calibration.calibration import Calibrated, Calibration
 from depthdecay.calibration.fidelity import Simulator, shown_positions
 from depthdecay.plan.plan import Plan
 

@@ -16,7 +16,7 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.files import make_folder
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibrate import Calibrated, Calibration
+    from depthdecay.calibration.calibration import Calibrated, Calibration
     from depthdecay.calibration.settings import CalibrationSettings
 
 _goal, _effort = (partial(typer.Option, rich_help_panel=panel) for panel in ("Goal (one of)", "Effort"))
@@ -68,7 +68,7 @@ def calibrate(
     wanted = None if speedup is None else sensible_speedup("--speedup", speedup)
     others = [sensible_speedup("--also", part) for part in also.split(",")] if also else []
 
-    from depthdecay.calibration.calibrate import Calibration
+    from depthdecay.calibration.calibration import Calibration
     from depthdecay.calibration.drafter import LOWEST_SHARE
     from depthdecay.calibration.goal import Goal
     from depthdecay.calibration.settings import CalibrationSettings
