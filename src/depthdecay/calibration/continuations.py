@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -12,10 +13,11 @@ from typing import Any
 
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import read_bytes
-from depthdecay.model.prompts import token_ids
+from depthdecay.model.prompts import as_batch, token_ids
 
+Prompts = str | os.PathLike[str] | Sequence[Any]  # a file, or the prompts themselves
 _FIELDS = ("messages", "prompt", "question", "text", "instruction")
 
 
@@ -27,7 +29,22 @@ class Continuation:
     tokens: tuple[int, ...]
 
 
-def read_prompts(path: str | Path) -> list[Any]:
+def prompts_for(prompts: Prompts, task: str | None = None) -> Callable[[Any], list[Any]]:
+    """The prompts, or the questions that a task makes of its file: read now, asked as a tokenizer's model reads."""
+    from depthdecay.evaluation.task import TaskOptions, open_task
+
+    if not isinstance(prompts, (str, os.PathLike)):
+        if task is not None:
+            raise ArgumentError(f"prompts is a list; for task {task} expected the file of its questions", "prompts")
+        texts = as_batch(prompts)
+    elif task is not None:
+        return open_task(task, TaskOptions(data=os.fspath(prompts))).prompts_for
+    else:
+        texts = read_prompts(prompts)
+    return lambda tokenizer: texts
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Any]:
     """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
     try:
         lines = read_bytes(path, f"the prompts '{path}'").decode("utf-8-sig").split("\n")

@@ -1,0 +1,184 @@
+"""`calibrate`: from a model and prompts to a folder with a plan, its repairs, the figures behind it and a report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from depthdecay.arguments import Number, exact_decimal, whole_number
+from depthdecay.calibration.calibration import Calibrated, Calibration
+from depthdecay.calibration.continuations import Prompts, prompts_for
+from depthdecay.calibration.drafter import LOWEST_SHARE
+from depthdecay.calibration.goal import Goal
+from depthdecay.calibration.report_page import write_report
+from depthdecay.calibration.settings import CalibrationSettings
+from depthdecay.calibration.summary import report_data
+from depthdecay.cpu.compiled_stack import widen_in_place
+from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
+from depthdecay.errors import ArgumentError, DepthDecayError
+from depthdecay.files import make_folder, read_bytes
+from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.shelf import LOSSLESS_FOLDER
+from depthdecay.result_files import provenance, write_result
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_MAX_KL = 0.02
+FASTEST = 10
+FIGURES_FILE = "calibration.json"
+_LEAST = {
+    **{"fit_prompts": 8, "new_tokens": 8, "held_out_prompts": 4, "beam": 1, "width": 1, "seed": 0},
+    **{"repair_rank": 1, "repair_neurons": 0},
+}
+
+
+def calibrate(
+    model: str | LoadedModel,
+    prompts: Prompts,
+    out: str | os.PathLike[str],
+    *,
+    max_kl: float | None = None,
+    max_agreement_loss: float | None = None,
+    speedup: Number | None = None,
+    also: Sequence[Number] = (),
+    lossless: bool = False,
+    task: str | None = None,
+    repair_rank: int | None = None,
+    repair_neurons: int | None = None,
+    variety: bool = True,
+    fit_prompts: int | None = None,
+    held_out_prompts: int | None = None,
+    new_tokens: int | None = None,
+    beam: int | None = None,
+    width: int | None = None,
+    minutes: float | None = None,
+    seed: int = 0,
+    quantize: str | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
+
+        plan = dd.calibrate("smollm2-135m", "prompts.jsonl", "my-plan", max_kl=0.02)
+        plan.notes["calibration"]["kl"]  # held out; all that was measured is in figures_of(plan)
+        dd.Plan.load("my-plan")  # from then on
+
+    `prompts` are a .jsonl or .txt file, or a list of texts, conversations or token ids, like those that will be asked;
+    with a `task`, such as gsm8k, they are its file. The goal is one of `max_kl` (0.02 where nothing is said),
+    `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
+    one to draft with in out/lossless, or in `out` itself where there is no other goal. The rest is effort: unless
+    given, as much as suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
+
+    Called again with the same values, an interrupted run goes on where it stopped.
+    """
+    goals = _goals(max_kl, max_agreement_loss, speedup, also, lossless)
+    sizes = _given(repair_rank=repair_rank, repair_neurons=repair_neurons)
+    effort = _given(
+        fit_prompts=fit_prompts,
+        held_out_prompts=held_out_prompts,
+        new_tokens=new_tokens,
+        beam=beam,
+        width=width,
+        seed=seed,
+    )
+    if minutes is not None:
+        if not minutes > 0:
+            raise ArgumentError(f"minutes is {minutes}; expected a number above 0", "minutes")
+        effort["minutes"] = minutes
+    if not variety:
+        effort["variety"] = 0.0
+    check_setting(quantize)
+    if quantize in QUANTIZED and isinstance(model, LoadedModel):
+        raise ArgumentError(
+            f"quantize is {quantize}, which would round the weights of your model for good; give it by name", "quantize"
+        )
+    asked = prompts_for(prompts, task)
+    folder = make_folder(out)
+    say = progress or (lambda message: None)
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    if quantize in QUANTIZED:
+        assert quantize is not None
+        widen_in_place(loaded.model, quantize, loaded.origin)
+    settings = replace(CalibrationSettings.for_device(loaded.model.device), **effort)
+    settings = _with_sizes(_deep_enough(settings, list(goals.values())), sizes)
+    texts = asked(loaded.tokenizer)
+    run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
+    for name, goal in goals.items():
+        if name:
+            say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
+        _save(run, run.make(goal), folder / name)
+    run.work.remove()
+    return Plan.load(folder)
+
+
+def figures_of(plan: Plan) -> dict[str, Any]:
+    """All that was measured for a calibrated plan, and lies beside it: what it promises, and by what it was chosen."""
+    if plan.folder is None:
+        raise DepthDecayError("the plan was not loaded from a folder, so no figures lie beside it")
+    file = plan.folder / FIGURES_FILE
+    figures: dict[str, Any] = json.loads(read_bytes(file, f"the figures '{file}' of the plan"))
+    return figures
+
+
+def _goals(
+    max_kl: float | None,
+    max_agreement_loss: float | None,
+    speedup: Number | None,
+    also: Sequence[Number],
+    lossless: bool,
+) -> dict[str, Goal]:
+    """The folder of each plan, below that of the main one, which comes first."""
+    alone = max_kl is None and max_agreement_loss is None and speedup is None
+    if alone and not lossless:
+        max_kl = DEFAULT_MAX_KL
+    wanted = None if speedup is None else _sensible_speedup("speedup", speedup)
+    goals = {"": Goal(max_kl, max_agreement_loss, wanted, lossless=lossless and alone)}
+    for value in (_sensible_speedup("also", other) for other in also):
+        goals[f"speedup-{value:g}"] = Goal(speedup=value)
+    if lossless and not alone:
+        goals[LOSSLESS_FOLDER] = Goal(lossless=True)
+    return goals
+
+
+def _sensible_speedup(name: str, given: Number) -> float:
+    value = exact_decimal(name, given)
+    if not 1 < value <= FASTEST:
+        raise ArgumentError(f"{name} holds {value}; expected a number above 1 and at most {FASTEST}", name)
+    return float(value)
+
+
+def _given(**values: int | None) -> dict[str, Any]:
+    """Those that were given, each at least what makes sense."""
+    return {name: whole_number(name, value, _LEAST[name]) for name, value in values.items() if value is not None}
+
+
+def _deep_enough(settings: CalibrationSettings, goals: list[Goal]) -> CalibrationSettings:
+    """A ladder that reaches the speed-ups that were asked for; how far a budget reaches, nobody knows beforehand."""
+    speedups = [goal.speedup for goal in goals if goal.speedup is not None]
+    share = settings.lowest_share
+    if goals[0].budget is None and speedups:
+        share = settings.share_for(max(speedups))
+    if any(goal.lossless for goal in goals):
+        share = min(share, LOWEST_SHARE)
+    return replace(settings, lowest_share=share)
+
+
+def _with_sizes(settings: CalibrationSettings, sizes: dict[str, Any]) -> CalibrationSettings:
+    """Sizes that the user fixed are not chosen any more."""
+    fixed = {name.removeprefix("repair_"): value for name, value in sizes.items()}
+    return replace(settings, maps=tuple(dict.fromkeys(replace(size, **fixed) for size in settings.maps)))
+
+
+def _save(run: Calibration, made: Calibrated, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(folder)
+    write_result(folder / FIGURES_FILE, {"model": run.name, "plan": made.plan.describe(), **made.figures})
+    write_report(folder, report_data(run, made, provenance()["command"]))
