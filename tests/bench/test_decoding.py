@@ -12,9 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.decoding import SHAPES, DecodingReport, DecodingRow, random_model, run_bench
+from depthdecay.bench.decoding import DecodingReport, DecodingRow, run_bench
+from depthdecay.bench.shapes import SHAPES, random_model
 from depthdecay.cli import app
-from depthdecay.cli.bench import _FIGURES, _HEADINGS, _table
+from depthdecay.cli.bench_tables import _FIGURES, _HEADINGS, _table
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack

@@ -123,7 +123,7 @@ def test_a_difference_is_told_with_its_margin() -> None:
 def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
     model = tiny_model("llama")
     report = run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["assisted"])
-    assert "--assistant" in str(report.lossless_rows[-1].error)
+    assert "give one as assistant" in str(report.lossless_rows[-1].error)
     with pytest.raises(DepthDecayError, match="unknown method"):
         run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["magic"])
 

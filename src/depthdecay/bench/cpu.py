@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from depthdecay.arguments import whole_number
-from depthdecay.bench.decoding import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
+from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
