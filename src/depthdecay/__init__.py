@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from depthdecay.batching.batcher import Batcher as Batcher
+    from depthdecay.bench.decoding import benchmark as benchmark
     from depthdecay.calibration.calibrate import calibrate as calibrate
     from depthdecay.correctness import check as check
     from depthdecay.engine.engine import Engine as Engine
@@ -30,6 +31,7 @@ _EXPORTS = {
     "Plan": "plan.plan",
     "Result": "engine.result",
     "applied": "integrations.transformers.applied",
+    "benchmark": "bench.decoding",
     "calibrate": "calibration.calibrate",
     "check": "correctness",
     "draft_model": "integrations.transformers.assistant",

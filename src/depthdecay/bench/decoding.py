@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
 from depthdecay.bench.contenders import (
     Contender,
     Decode,
@@ -18,12 +20,16 @@ from depthdecay.bench.contenders import (
     times_as_fast,
     transformers_decoding,
 )
+from depthdecay.bench.plan_choice import PlanChoice, plan_of
+from depthdecay.bench.shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.load import LoadedModel
 from depthdecay.plan.plan import Plan
+from depthdecay.result_files import require_writable, write_result
 
 METHODS = ("generate", "generate-static", "full", "decay")
 _TITLES = {
@@ -71,6 +77,67 @@ class DecodingReport:
         return asdict(self)
 
 
+def benchmark(
+    model: str | LoadedModel | None = None,
+    plan: PlanChoice = None,
+    *,
+    shape: str | None = None,
+    new_tokens: int = 256,
+    prompt_tokens: int = 32,
+    batch: int = 1,
+    rounds: int = 3,
+    methods: Sequence[str] | None = None,
+    compile: bool = True,
+    result_file: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> DecodingReport:
+    """Measure decoding speed: transformers' generate, full depth and decay in the same run.
+
+        report = dd.benchmark("smollm2-135m", dd.Plan.load("my-plan"), new_tokens=128)
+        report.ratios["decay against generate"]
+        dd.benchmark(shape="llama-2-7b")  # random weights in a true shape
+
+    `plan` may be a function of the loaded model, whose layers it has to know; without, a layer speed-up of 1.25.
+    `methods` are some of generate, generate-static, full and decay; without, all that fit the device. A `result_file`
+    gets the report with machine and versions. `device` and `dtype` are for a shape, or a model given by its name.
+
+    Lossless mode has a bench of its own in `depthdecay.bench.lossless`, a CPU's precisions in `depthdecay.bench.cpu`,
+    and what single passes cost in `depthdecay.bench.step_costs`.
+    """
+    check_source(model, shape)
+    whole_number("new_tokens", new_tokens, 2)
+    for name, value in (("prompt_tokens", prompt_tokens), ("batch", batch), ("rounds", rounds)):
+        whole_number(name, value, 1)
+    _check_methods(methods or ())
+    require_writable(result_file)
+    say = progress or (lambda message: None)
+    loaded = load_model_or_shape(model, shape, device, dtype, say)
+    # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
+    fitting = [name for name in METHODS if loaded.model.device.type == "cuda" or name != "generate-static"]
+    report = run_bench(
+        loaded.model,
+        loaded.shown_name,
+        plan_of(plan, loaded, new_tokens),
+        new_tokens=new_tokens,
+        prompt_tokens=prompt_tokens,
+        batch=batch,
+        rounds=rounds,
+        methods=fitting if methods is None else methods,
+        compile_layers=compile,
+        progress=say,
+    )
+    write_result(result_file, report.to_dict())
+    return report
+
+
+def _check_methods(methods: Sequence[str]) -> None:
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise ArgumentError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}", "methods")
+
+
 def run_bench(
     model: Any,
     name: str,
@@ -85,9 +152,7 @@ def run_bench(
     progress: Callable[[str], None] = lambda message: None,
 ) -> DecodingReport:
     """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
+    _check_methods(methods)
     stack = LayerStack.of(model)
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:

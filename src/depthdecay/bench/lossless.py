@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
+from depthdecay.bench.plan_choice import embedded_plan
+from depthdecay.calibration.continuations import Prompts, prompts_for
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
-from depthdecay.errors import ArgumentError, DepthDecayError, failure
+from depthdecay.errors import ArgumentError, failure
 from depthdecay.model.devices import synchronize
+from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
+from depthdecay.plan.shelf import drafter_of
+from depthdecay.result_files import require_writable, write_result
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 SAVE_EVERY = 10.0  # seconds
@@ -74,6 +82,85 @@ class LosslessReport:
         return {"model": self.model, "settings": self.settings, "lossless_rows": rows}
 
 
+def benchmark_lossless(
+    model: str | LoadedModel,
+    prompts: Prompts,
+    plan: Plan | None = None,
+    *,
+    task: str | None = None,
+    limit: int = 20,
+    compared: int | None = None,
+    new_tokens: int = 256,
+    peers: Sequence[str] | None = None,
+    assistant: str | LoadedModel | None = None,
+    compile: bool = True,
+    result_file: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LosslessReport:
+    """Measure lossless mode and its peers in transformers on prompts, each answer held against full depth.
+
+        report = benchmark_lossless("smollm2-135m", "prompts.jsonl", dd.Plan.load("my-plan"))
+        {row.method: row.speedup for row in report.lossless_rows}
+
+    Drafters are layers by guess, the plan's ladder without its maps, and the plan as it is: the one to draft with where
+    one lies beside it, and for the embedded model its own where none is given. `prompts` are a .jsonl or .txt file or
+    a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate, prompt-lookup,
+    early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are slower, so
+    only the first `compared` prompts are theirs. A `result_file` gets what is known so far, now and then.
+    """
+    whole_number("limit", limit, 1)
+    if compared is not None:
+        whole_number("compared", compared, 0)
+    whole_number("new_tokens", new_tokens, 2)
+    _check_peers(peers, assistant)
+    require_writable(result_file)
+    asked = prompts_for(prompts, task)
+    drafter = None if plan is None else drafter_of(plan)
+    loaded = as_loaded(model, device=device, dtype=dtype)
+    helper = None
+    if assistant is not None:
+        own = {} if isinstance(assistant, LoadedModel) else {"device": device, "dtype": dtype}
+        helper = as_loaded(assistant, **own).model
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    report = run_lossless_bench(
+        loaded.model,
+        loaded.tokenizer,
+        loaded.shown_name,
+        [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
+        _drafters(drafter or embedded_plan(loaded)),
+        new_tokens=new_tokens,
+        peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
+        assistant=helper,
+        compile_layers=compile,
+        compared=compared,
+        progress=progress or (lambda message: None),
+        save=lambda part: write_result(result_file, part.to_dict()),
+    )
+    write_result(result_file, report.to_dict())
+    return report
+
+
+def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
+    unknown = [peer for peer in peers or () if peer not in PEERS]
+    if unknown:
+        raise ArgumentError(f"peers holds '{unknown[0]}'; known are {', '.join(PEERS)}", "peers")
+    if assistant is not None and peers is not None and "assisted" not in peers:
+        given = ", ".join(peers) or "none"
+        raise ArgumentError(f"assistant is for the peer assisted, which peers {given} leaves out", "assistant", "peers")
+
+
+def _drafters(plan: Plan | None) -> dict[str, Plan | None]:
+    """By label, the best last."""
+    guessed: dict[str, Plan | None] = {"guessed layers": None}
+    if plan is None:
+        return guessed
+    if plan.repairs is None:
+        return guessed | {"calibrated": plan}
+    return guessed | {"calibrated": replace(plan, repairs=None), "calibrated and repaired": plan}
+
+
 def run_lossless_bench(
     model: Any,
     tokenizer: Any,
@@ -95,9 +182,7 @@ def run_lossless_bench(
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
     """
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(PEERS)}")
+    _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
     compile = compile_layers and on_cuda
     engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,11 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from depthdecay.arguments import whole_number
+from depthdecay.bench.shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.errors import DepthDecayError, NotCapturable
 from depthdecay.model.devices import synchronize
+from depthdecay.model.load import LoadedModel
 from depthdecay.plan.plan import Plan
+from depthdecay.result_files import require_writable, write_result
 from depthdecay.runners.contract import Ask, Part
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import Pace, StepCosts
@@ -39,16 +44,36 @@ class StepCostReport:
         return {"step_costs": asdict(self)}
 
 
-def run_step_costs(
-    model: Any,
-    name: str,
+def benchmark_step_costs(
+    model: str | LoadedModel | None = None,
     *,
-    prompt_tokens: int = 128,
-    compile_layers: bool = True,
+    shape: str | None = None,
+    prompt_tokens: int = 32,
+    compile: bool = True,
     rounds: int = 5,
-    progress: Callable[[str], None] = lambda message: None,
+    result_file: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> StepCostReport:
-    """Time a draft step at a quarter, half and three quarters of the layers, and verifications of 2 to 16 tokens."""
+    """Time a draft step at a quarter, half and three quarters of the layers, and verifications of 2 to 16 tokens.
+
+    report = benchmark_step_costs(shape="llama-2-7b")
+    report.drafts  # by depth, in full-depth steps
+    """
+    check_source(model, shape)
+    whole_number("prompt_tokens", prompt_tokens, 1)
+    whole_number("rounds", rounds, 1)
+    require_writable(result_file)
+    say = progress or (lambda message: None)
+    loaded = load_model_or_shape(model, shape, device, dtype, say)
+    say("timing passes")
+    report = _step_costs(loaded.model, loaded.shown_name, prompt_tokens, compile, rounds)
+    write_result(result_file, report.to_dict())
+    return report
+
+
+def _step_costs(model: Any, name: str, prompt_tokens: int, compile_layers: bool, rounds: int) -> StepCostReport:
     on_cuda = torch.device(model.device).type == "cuda"
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     depths = sorted({max(1, layers * part // 4) for part in (1, 2, 3)})
@@ -61,7 +86,6 @@ def run_step_costs(
     with torch.no_grad(), engine._lane(request.prompts[0], request, sampler, drafting) as lane:
         lane.read(request.prompts[0])
         lane.begin(0)
-        progress("timing passes")
         pace = (
             _paced_by_clock(lane, depths, rounds) if isinstance(lane, HostLane) else _paced(lane, drafting.pace, depths)
         )

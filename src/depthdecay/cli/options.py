@@ -206,17 +206,6 @@ class AnswerOptions:
     stop: Annotated[list[str] | None, _text(help="End before this text; repeatable.")] = None
 
 
-def prompts_of(file: str, task: str | None) -> Callable[[Any], list[Any]]:
-    """The prompts of a file, or the questions that a task makes of it: read now, asked as a tokenizer's model reads."""
-    from depthdecay.calibration.continuations import read_prompts
-    from depthdecay.evaluation.task import TaskOptions, open_task
-
-    if task is not None:
-        return open_task(task, TaskOptions(data=file)).prompts_for
-    prompts = read_prompts(file)
-    return lambda tokenizer: prompts
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""

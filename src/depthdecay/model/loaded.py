@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from depthdecay.model.weights_origin import WeightsOrigin
 
-Source = Literal["embedded", "gguf", "folder", "hub"]
+Source = Literal["embedded", "gguf", "folder", "hub", "random"]  # random: made for a bench
 
 
 @dataclass(frozen=True)
