@@ -413,7 +413,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         Calibration(model, None, token_prompts(), tmp_path, SMALL, say=interrupt)
     calls: list[int] = []
-    monkeypatch.setattr("depthdecay.calibration.calibration.continue_prompts", lambda *a, **k: calls.append(1))
+    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", lambda *a, **k: calls.append(1))
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert not calls
@@ -502,23 +502,23 @@ def test_texts_that_end_at_different_lengths_are_counted_by_position() -> None:
 def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     each = 2.5 * SMALL.new_tokens * model.config.hidden_size * (LAYERS + 1) * 4
-    monkeypatch.setattr("depthdecay.calibration.calibration.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert run.fit.prompts + run.select.prompts == 16
     assert any("states of 16 prompts" in message for message in said)
     # A run that is given again goes on with as many, whatever is free by then.
-    monkeypatch.setattr("depthdecay.calibration.calibration.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert any("going on" in message for message in said)
     # Also where all had fitted at first.
-    monkeypatch.setattr("depthdecay.calibration.calibration.free_bytes", lambda device: each * 1000)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 1000)
     whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
-    monkeypatch.setattr("depthdecay.calibration.calibration.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
     assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
-    monkeypatch.setattr("depthdecay.calibration.calibration.free_bytes", lambda device: each * 5)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 5)
     with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
 
@@ -575,7 +575,7 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: py
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("answered again, though the answers lie there")
 
-    monkeypatch.setattr("depthdecay.calibration.calibration.continue_prompts", refuse)
+    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", refuse)
     resumed = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
     assert count(resumed.fit) == count(run.fit)
     enough = replace(SMALL, fit_prompts=8)

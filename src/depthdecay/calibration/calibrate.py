@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.arguments import Number, exact_decimal, whole_number
-from depthdecay.calibration.calibration import Calibrated, Calibration
+from depthdecay.calibration.calibrated import Calibrated
+from depthdecay.calibration.calibration import Calibration
 from depthdecay.calibration.continuations import Prompts, prompts_for
 from depthdecay.calibration.drafter import LOWEST_SHARE
 from depthdecay.calibration.goal import Goal
