@@ -15,7 +15,6 @@ import torch
 
 from depthdecay.arguments import whole_number
 from depthdecay.bench.plan_choice import embedded_plan
-from depthdecay.calibration.continuations import Prompts, prompts_for
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
@@ -25,6 +24,7 @@ from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.shelf import drafter_of
+from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import require_writable, write_result
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")

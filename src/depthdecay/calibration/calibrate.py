@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from depthdecay.arguments import Number, exact_decimal, whole_number
 from depthdecay.calibration.calibrated import Calibrated
 from depthdecay.calibration.calibration import Calibration
-from depthdecay.calibration.continuations import Prompts, prompts_for
 from depthdecay.calibration.drafter import LOWEST_SHARE
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.report_page import write_report
@@ -25,6 +24,7 @@ from depthdecay.files import make_folder, read_bytes
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.shelf import LOSSLESS_FOLDER
+from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import provenance, write_result
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ def _measured(
     with working("preparing …") as say:
         from depthdecay.bench.analysis import analyze as measure
         from depthdecay.bench.analysis import charts, fitting_prompts
-        from depthdecay.calibration.continuations import read_prompts
+        from depthdecay.prompt_files import read_prompts
         from depthdecay.result_files import write_result
 
         texts = read_prompts(prompts)
