@@ -17,8 +17,8 @@ from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.report_page import write_report
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.summary import report_data
-from depthdecay.cpu.compiled_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
+from depthdecay.cpu.widened_stack import widen_in_place
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import make_folder, read_bytes
 from depthdecay.model.load import LoadedModel, as_loaded

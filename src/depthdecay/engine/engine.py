@@ -476,7 +476,7 @@ def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: 
         model, origin = model.model, model.origin
     if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
         return LayerStack.of(model)
-    from depthdecay.cpu.compiled_stack import open_stack
+    from depthdecay.cpu.open_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast)
 

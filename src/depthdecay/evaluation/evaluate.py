@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.arguments import Number, whole_number
-from depthdecay.cpu.compiled_stack import open_stack, own_setting
+from depthdecay.cpu.open_stack import open_stack, own_setting
 from depthdecay.cpu.packed_weights import check_setting
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import ArgumentError, DepthDecayError, one_line
