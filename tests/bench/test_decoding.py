@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.decoding import DecodingReport, DecodingRow, run_bench
-from depthdecay.bench.plan_choice import plan_of
+from depthdecay.bench.decoding import DecodingReport, DecodingRow, plan_to_measure, run_bench
 from depthdecay.bench.shapes import SHAPES, random_model
 from depthdecay.cli import app
 from depthdecay.cli.bench_tables import _FIGURES, _HEADINGS, _table
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel
@@ -125,18 +125,15 @@ def test_python_gets_what_the_command_shows(tmp_path: Path) -> None:
     assert report.rows[-1].layer_speedup >= 1.25  # type: ignore[operator]
 
 
-def test_a_plan_may_wait_for_the_model_and_a_model_may_be_loaded() -> None:
+@pytest.mark.filterwarnings("ignore:layers are dropped")
+def test_a_model_may_be_loaded_and_a_plan_be_described() -> None:
     loaded = LoadedModel(random_model("tiny", CPU, torch.float32), None, "mine", "folder")
-    layers: list[int] = []
-
-    def chosen(given: LoadedModel) -> dd.Plan:
-        layers.append(given.model.config.num_hidden_layers)
-        return dd.Plan.constant(8, 4)
-
-    report = dd.benchmark(loaded, chosen, new_tokens=4, prompt_tokens=4, rounds=1, methods=["full", "decay"])
-    assert layers == [8]
+    settings: dict[str, Any] = {"new_tokens": 4, "prompt_tokens": 4, "rounds": 1, "methods": ["full", "decay"]}
+    report = dd.benchmark(loaded, dd.Plan.constant(8, 4), **settings)
     assert report.model == "mine"
     assert report.settings["plan"] == dd.Plan.constant(8, 4).describe()
+    report = dd.benchmark(loaded, DepthSettings(alpha=0.9), **settings)
+    assert report.settings["plan"] == dd.Plan.decay(8, 0.9).describe()
 
 
 @pytest.mark.parametrize(
@@ -158,10 +155,10 @@ def test_bad_values_are_refused_by_pythons_names_before_a_model_is_made(given: d
 
 def test_the_embedded_model_is_benched_by_its_own_plan() -> None:
     loaded = dd.load(device="cpu")
-    plan = plan_of(None, loaded, 128)
+    plan = plan_to_measure(None, loaded, 128)
     assert plan.repairs is not None
     assert plan.layer_speedup(128) >= 1.25
-    assert plan_of(None, LoadedModel(loaded.model, None, "other", "folder"), 128).repairs is None
+    assert plan_to_measure(None, LoadedModel(loaded.model, None, "other", "folder"), 128).repairs is None
 
 
 def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ class TestStore:
 
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
         monkeypatch.setattr("safetensors.torch.save_file", full)
-        assert cpu.open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
+        assert open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
         assert not list((tmp_path / "cpu").iterdir())
 
     def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

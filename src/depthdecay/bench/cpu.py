@@ -15,9 +15,10 @@ import torch
 
 from depthdecay.arguments import whole_number
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
-from depthdecay.bench.plan_choice import PlanChoice, plan_of
+from depthdecay.bench.decoding import plan_to_measure
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
@@ -74,7 +75,7 @@ class _CpuContender(Contender):
 
 def benchmark_precisions(
     model: str = EMBEDDED_MODEL,
-    plan: PlanChoice = None,
+    plan: Plan | DepthSettings | str | os.PathLike[str] | None = None,
     *,
     precisions: Sequence[str] = PRECISIONS,
     new_tokens: int = 256,
@@ -88,14 +89,14 @@ def benchmark_precisions(
         report = benchmark_precisions("smollm2-135m", dd.Plan.load("my-plan"))
         {row.title: row.tokens_per_second for row in report.rows}
 
-    By its name, since the model is loaded in two number types. `plan` may be a function of the loaded model; without, a
-    layer speed-up of 1.25. llama.cpp takes part where its package is there and the model comes from a GGUF file.
+    By its name, since the model is loaded in two number types. Without a plan, a layer speed-up of 1.25. llama.cpp
+    takes part where its package is there and the model comes from a GGUF file.
     """
     _check_settings(new_tokens, prompt_tokens, rounds, precisions)
     require_writable(result_file)
     report = run_cpu_bench(
         lambda dtype: load(model, device="cpu", dtype=dtype),
-        lambda loaded: plan_of(plan, loaded, new_tokens),
+        lambda loaded: plan_to_measure(plan, loaded, new_tokens),
         new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,
         rounds=rounds,

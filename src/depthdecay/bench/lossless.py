@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from depthdecay.arguments import whole_number
-from depthdecay.bench.plan_choice import embedded_plan
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
@@ -23,7 +22,7 @@ from depthdecay.model.devices import synchronize
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.shelf import drafter_of
+from depthdecay.plan.shelf import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import require_writable, write_result
 
@@ -129,7 +128,7 @@ def benchmark_lossless(
         loaded.tokenizer,
         loaded.shown_name,
         [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
-        _drafters(drafter or embedded_plan(loaded)),
+        _drafters(drafter or shipped_plan(loaded.name)),
         new_tokens=new_tokens,
         peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
         assistant=helper,

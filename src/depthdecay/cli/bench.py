@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +16,7 @@ from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
 
 if TYPE_CHECKING:
-    from depthdecay.model.load import LoadedModel
-    from depthdecay.plan.plan import Plan
+    pass
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
@@ -132,24 +130,10 @@ def _is_cpu(device: str | None) -> bool:
     return choose_device(device).type == "cpu"
 
 
-def _planned(plans: opt.PlanOptions, new_tokens: int) -> Callable[[LoadedModel], Plan] | None:
-    """The plan that was described, once the model is known; a file is read now."""
-    if not plans.given:
-        return None
-    stored = plans.load()
-
-    def chosen(loaded: LoadedModel) -> Plan:
-        made = plans.choose(loaded.model, loaded.name, stored, new_tokens)
-        assert made is not None
-        return made
-
-    return chosen
-
-
 def _bench_decoding(
     source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
-    plan = _planned(plans, measured.new_tokens)
+    plan = plans.read()
     with working("preparing …") as say:
         settle()
         from depthdecay.bench.decoding import benchmark
@@ -176,7 +160,7 @@ def _bench_precisions(
     source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
     """Every precision, full and by the plan, between transformers and llama.cpp."""
-    plan = _planned(plans, measured.new_tokens)
+    plan = plans.read()
     with working("preparing …", lasting=True) as say:
         settle(source.threads)
         from depthdecay.bench.cpu import PRECISIONS as ALL

@@ -126,6 +126,11 @@ class PlanOptions:
     def given(self) -> bool:
         return self.settings().given
 
+    def read(self, new_tokens: int | None = None) -> DepthSettings:
+        """The settings with the plan file read, so that a bad one is refused before a model is loaded."""
+        settings = self.settings(new_tokens)
+        return replace(settings, plan=settings.stored())
+
     def load(self) -> Plan | None:
         """The plan file, where one was given."""
         return self.settings().stored()
@@ -231,8 +236,7 @@ def open_engine(
     require_mode(mode)
     if mode == "decay" and not plan.given:
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
-    depth = plan.settings(new_tokens)
-    depth = replace(depth, plan=depth.stored())
+    depth = plan.read(new_tokens)
     loaded = model.load(quiet)
     return loaded, model.engine(loaded, depth, mode=mode, allow_other_weights=allow_other_weights)
 

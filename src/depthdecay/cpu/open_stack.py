@@ -17,7 +17,6 @@ from depthdecay.cpu.supported_models import Form, OtherForm, form_of, hooked
 from depthdecay.cpu.widened_stack import WidenedStack
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack, primary_device
-from depthdecay.model.load import LoadedModel
 from depthdecay.model.repairs import Repairs
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
@@ -59,13 +58,6 @@ def open_stack(
             _warn(f"{type(plain.model).__name__} runs as it is, in its own precision: {reason}")
         return plain
     return _fast_stack(plain, form, setting, origin, fast, say)
-
-
-def own_setting(quantize: str | None, loaded: LoadedModel) -> str | None:
-    """What was asked for; else of the embedded model its file's own blocks, which are the model itself."""
-    if quantize is not None or loaded.source != "embedded" or loaded.model.device.type != "cpu":
-        return quantize
-    return "int4" if loaded.model.dtype == torch.float32 else None
 
 
 def _fast_stack(

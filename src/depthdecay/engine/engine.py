@@ -464,7 +464,7 @@ def _chosen_plan(
     mode: str | None,
 ) -> Plan | None:
     """The plan that was asked for; in lossless mode, unless a speed was named, the one beside it that drafts best."""
-    depth = asked if isinstance(asked, DepthSettings) else DepthSettings(asked)
+    depth = DepthSettings.of(asked)
     plan = depth.choose(stack, loaded.name if loaded is not None else None)
     return drafter_of(plan) if plan is not None and mode == "lossless" and depth.speedup is None else plan
 

@@ -66,6 +66,11 @@ class DepthSettings:
         if self.speedup is not None and exact_decimal("speedup", self.speedup) < 1:
             raise ArgumentError(f"speedup is {self.speedup}; expected a number of at least 1", "speedup")
 
+    @classmethod
+    def of(cls, asked: DepthSettings | Plan | str | os.PathLike[str] | None) -> DepthSettings:
+        """What was asked for in one word: a plan, or where one lies."""
+        return asked if isinstance(asked, DepthSettings) else cls(asked)
+
     @property
     def given(self) -> bool:
         return any(value is not None for value in (self.plan, self.alpha, self.speedup))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.arguments import Number, whole_number
-from depthdecay.cpu.open_stack import open_stack, own_setting
+from depthdecay.cpu.open_stack import open_stack
 from depthdecay.cpu.packed_weights import check_setting
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import ArgumentError, DepthDecayError, one_line
@@ -113,7 +113,7 @@ def evaluate(
         max_new_tokens,
         chat,
         allow_other_weights,
-        own_setting(quantize, loaded),
+        loaded.quantize_as_filed() if quantize is None else quantize,
     )
     work = WorkFile(None) if target is None else WorkFile.beside(target)
     say = progress or (lambda message: None)
