@@ -53,6 +53,16 @@ class BatchRow:
         return self.length < len(self.prompt)
 
     @property
+    def unread(self) -> int:
+        """Tokens of its prompt that are still to be read."""
+        return len(self.prompt) - self.length
+
+    @property
+    def most_blocks(self) -> list[int]:
+        """Blocks of each kind that it holds at most, from its first token on."""
+        return from_the_start(self.needs)
+
+    @property
     def reads_its_text(self) -> bool:
         """Whether what was said plays a part in what comes next."""
         return alike(self.sampler) is None
@@ -93,3 +103,8 @@ class BatchRow:
             result.accepted += len(sources) - 1
             self.length += len(sources) - 1
         return sources
+
+
+def from_the_start(needs: dict[int, list[int]]) -> list[int]:
+    """The blocks that `KVBlocks.needs` names first: those of the whole text."""
+    return next(iter(needs.values()))
