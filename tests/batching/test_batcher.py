@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +24,12 @@ from batches import (
     submit,
 )
 from saved_model import save_tiny_chat_model
-from tiny_models import LAYERS, PROMPTS, tiny_model
+from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import BatchPace, RowDrafts
+from depthdecay.batching.prompt_reading import read_within_step
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.engine.result import Result
 from depthdecay.model.layers import KeptShape
@@ -99,7 +103,8 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model()
-    batcher = Batcher(Engine(model, None, fast=False), SMALL)  # whose own forward can be poisoned
+    # By the model's own forward, which can be poisoned; prompts are read together.
+    batcher = Batcher(Engine(model, None, fast=False), replace(SMALL, prefill_tokens=64))
     good = [submit(batcher, prompt, 9) for prompt in PROMPTS]
     poison = 96
     bad = submit(batcher, [5, poison], 9)
@@ -236,6 +241,79 @@ def test_prompts_are_read_in_chunks_between_the_steps_of_others() -> None:
     submit(batcher, [6] * 30, 2)
     seen = [[update.id for update in batcher.step()] for _ in range(4)]
     assert seen == [[fast]] * 4  # four chunks of six, and not one step without a token for the other row
+
+
+def test_a_short_prompt_speaks_while_a_long_one_is_read() -> None:
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    long = submit(batcher, [6] * 200, 2)
+    batcher.step()
+    shorts = [submit(batcher, [5], 1), submit(batcher, [7] * 3, 1)]
+    said = [[update.id for update in batcher.step()] for _ in range(2)]
+    assert sorted(said[0] + said[1]) == sorted(shorts)
+    assert next(run_dry(batcher)).id == long
+
+
+def test_newcomers_take_half_of_a_step_at_most_from_the_oldest_prompt() -> None:
+    """However many come; and a prompt of more than half the oldest's length does not overtake it."""
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    submit(batcher, [6] * 200, 1)
+    batcher.step()
+    (long,) = batcher.rows
+    while long.in_prompt:
+        before = long.length
+        while len(batcher.waiting) < 4:
+            submit(batcher, [5] * 2, 1)
+        batcher.step()
+        assert long.length - before >= min(3, 200 - before)
+    list(run_dry(batcher))
+    first, second = submit(batcher, [6] * 40, 1), submit(batcher, [7] * 22, 1)
+    assert [update.id for update in run_dry(batcher)] == [first, second]
+    assert_nothing_left(batcher)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_least_budgets_read_every_prompt(budget: int) -> None:
+    settings = BatchSettings(max_batch=4, prefill_tokens=budget, cohort_seconds=0)
+    check_random_arrivals(tiny_model(), 4, settings=settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_that_overtake_and_are_overtaken_get_what_they_get_alone(seed: int) -> None:
+    model = tiny_model()
+    batcher = Batcher(Engine(model, None), SMALL)
+    draw = random.Random(seed)
+    asks = {}
+    for number in range(10):
+        prompt = [draw.randrange(3, VOCABULARY) for _ in range(draw.choice([1, 2, 5, 60, 150]))]
+        asks[submit(batcher, prompt, 6, temperature=1.0, seed=number)] = (prompt, number)
+        batcher.step()
+    got: dict[int, list[int]] = {}
+    for update in run_dry(batcher):
+        if update.result is not None:
+            got[update.id] = update.result.token_ids
+    for number, tokens in got.items():
+        prompt, seed_of_it = asks[number]
+        assert (
+            tokens
+            == Engine(model, None).generate([prompt], 6, mode="full", temperature=1.0, seed=seed_of_it)[0].token_ids
+        )
+    assert_nothing_left(batcher)
+
+
+def read_shares(unread: Sequence[int], graph_rows: int, decoding: int = 0) -> list[int]:
+    rows = [SimpleNamespace(in_prompt=True, unread=count, share=0) for count in unread]
+    batch = [*(SimpleNamespace(in_prompt=False) for _ in range(decoding)), *rows]
+    read_within_step(batch, graph_rows)  # type: ignore[arg-type]
+    return [row.share for row in rows]
+
+
+def test_a_step_of_graphs_is_shared_likewise() -> None:
+    assert read_shares([200, 1, 10], 64) == [53, 1, 10]
+    assert read_shares([150, 40, 30, 20], 64) == [32, 0, 12, 20]
+    assert read_shares([60, 25, 25, 25], 160) == [60, 25, 25, 25]
+    assert read_shares([60, 25, 25, 25], 120) == [60, 25, 25, 10]
+    assert read_shares([100, 60], 64, decoding=4) == [60, 0]
+    assert read_shares([250, 10], 64) == [0, 0]  # too much: passes of their own
 
 
 def test_log_probabilities_are_the_models_own() -> None:

@@ -14,7 +14,7 @@ from depthdecay.batching.admission import Admission
 from depthdecay.batching.drafting import BatchDrafting
 from depthdecay.batching.intake import Intake
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
-from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_in_own_pass, read_within_step
+from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_in_own_passes, read_within_step
 from depthdecay.batching.row import BatchRow, from_the_start
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import UNENDING, Request, prepare_request
@@ -198,8 +198,7 @@ class Batcher:
         updates: list[Update] = []
         within = self._within_step()
         if not within:
-            reading = read_in_own_pass(self.rows, self.settings.prefill_tokens)
-            if reading:
+            for reading in read_in_own_passes(self.rows, self.settings.prefill_tokens):
                 updates += self._pass(reading)
         decoding = [row for row in self.rows if not row.in_prompt]
         self._draft(decoding, within)
