@@ -145,6 +145,67 @@ def test_a_request_that_does_not_fit_waits_and_one_that_never_will_is_refused() 
     assert_nothing_left(batcher)
 
 
+def batcher_with_blocks(blocks: int, max_batch: int = 4) -> Batcher:
+    """Room for so many blocks in every layer."""
+    engine = Engine(tiny_model(), None)
+    a_block = Batcher(engine, SMALL).blocks.stores[0].block_bytes * LAYERS
+    return Batcher(engine, BatchSettings(max_batch=max_batch, cache_bytes=blocks * a_block, cohort_seconds=0))
+
+
+def test_small_requests_pass_one_that_does_not_fit_yet() -> None:
+    batcher = batcher_with_blocks(10)
+    running = submit(batcher, [7] * 2, 8)
+    batcher.step()
+    large, small = submit(batcher, [8] * 150, 8), submit(batcher, [9] * 2, 8)  # ten blocks, and one
+    batcher.step()
+    assert [row.id for row in batcher.rows] == [running, small]
+    assert [row.id for row in batcher.waiting] == [large]
+    assert [update.id for update in run_dry(batcher) if update.finished] == [running, small, large]
+    assert_nothing_left(batcher)
+
+
+def test_a_large_request_is_passed_so_often_and_is_next_then() -> None:
+    batcher = batcher_with_blocks(10)
+    submit(batcher, [7] * 2, 8)
+    batcher.step()
+    large, other = submit(batcher, [8] * 150, 2), submit(batcher, [9] * 150, 2)
+    entered: list[int] = []
+    small: list[int] = []
+    while other not in entered:
+        if len(batcher.waiting) < 6:
+            small.append(submit(batcher, [5], 3))  # there is always one that would fit
+        before = {row.id for row in batcher.waiting}
+        batcher.step()
+        entered += sorted(before - {row.id for row in batcher.waiting})
+    assert entered[:6] == [
+        *small[:4],
+        large,
+        other,
+    ]  # four rows are a batch; who was passed with it is not passed again
+    list(run_dry(batcher))
+    assert_nothing_left(batcher)
+
+
+def test_one_that_does_not_fit_ends_no_wait_for_company() -> None:
+    clock = Time()
+    plan = Plan.decay(LAYERS, "0.5", min_layers=4)
+    batcher = batcher_with_blocks(16, max_batch=8)
+    batcher = Batcher(Engine(tiny_model(), None, plan), replace(batcher.settings, cohort_seconds=0.5), clock=clock)
+    for prompt in PROMPTS:
+        submit(batcher, prompt, 20, plan, "decay")
+    for _ in range(6):
+        batcher.step()
+    submit(batcher, [8] * 240, 8)
+    clock.now += 1
+    submit(batcher, [3, 4], 20, plan, "decay")
+    batcher.pace.lone_layer, batcher.pace.step = 1.0, 8.0
+    batcher.step()
+    assert len(batcher.waiting) == 2
+    clock.now += 1
+    batcher.step()
+    assert len(batcher.waiting) == 1
+
+
 def test_a_decaying_row_promises_less_and_frees_layers_on_the_way() -> None:
     plan = Plan.decay(LAYERS, "0.9")
     batcher = Batcher(Engine(tiny_model(), None, plan), SMALL)

@@ -33,15 +33,40 @@ class Admission:
         self.pace = CohortPace()
 
     def admit(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> list[BatchRow]:
-        """First come, first served: one that is too big for now holds up those behind it, so it is never starved."""
+        """First come, first served, but for those that fit while one before them does not.
+
+        One that is too big for now is overtaken by as many as a batch has rows. Then it is next, whatever comes: nobody
+        enters until enough rows have left for it.
+        """
         if self._waits_for_cohort(running, clock):
             return []
-        entered = []
-        while self.waiting and self.blocks.can_hold(self.waiting[0].most_blocks):
-            row = self.waiting.popleft()
+        entered: list[BatchRow] = []
+        too_big: list[BatchRow] = []
+        for row in list(self.waiting):
+            if not self._may_overtake(too_big):
+                break
+            if not self.blocks.can_hold(row.most_blocks):
+                too_big.append(row)
+                continue
+            self.waiting.remove(row)
             row.slot = self.blocks.enter(row.most_blocks)
             entered.append(row)
+            for other in too_big:
+                other.overtaken += 1
         return entered
+
+    def _may_overtake(self, too_big: Sequence[BatchRow]) -> bool:
+        return bool(self.blocks.free_slots) and all(row.overtaken < self.max_batch for row in too_big)
+
+    def _could_enter(self) -> list[BatchRow]:
+        """Those that wait and would fit, each by itself."""
+        found: list[BatchRow] = []
+        too_big: list[BatchRow] = []
+        for row in self.waiting:
+            if not self._may_overtake(too_big):
+                break
+            (found if self.blocks.can_hold(row.most_blocks) else too_big).append(row)
+        return found
 
     def _waits_for_cohort(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> bool:
         """Whether new rows should wait for others of their age.
@@ -52,9 +77,9 @@ class Admission:
         """
         if not running or not self.waiting or not self.pace.step:
             return False
-        room = self.max_batch - len(running)
-        if len(self.waiting) >= room or clock() - self.waiting[0].submitted >= self.cohort_seconds:
+        waiting, room = self._could_enter(), self.max_batch - len(running)
+        if not waiting or len(waiting) >= room or clock() - waiting[0].submitted >= self.cohort_seconds:
             return False
         idle = self.blocks.layers - max(row.depth for row in running)
         share = min(1.0, idle * self.pace.lone_layer / self.pace.step)
-        return share * len(running) > len(self.waiting)
+        return share * len(running) > len(waiting)

@@ -26,6 +26,7 @@ class BatchRow:
     needs: dict[int, list[int]]  # blocks of each kind, from where it comes to a depth to its end
     submitted: float
     drafts: RowDrafts | None = None  # in lossless mode
+    overtaken: int = 0  # by rows that came later and fitted into the cache when it did not
     slot: int = -1
     length: int = 0  # positions read so far and certain
     share: int = 0  # of its prompt's tokens, how many its next pass reads at most
