@@ -219,6 +219,18 @@ def test_the_least_temperatures_take_the_likeliest_token(server: Running) -> Non
     assert len(texts) == 1
 
 
+def test_a_message_is_text_unless_the_server_was_told_otherwise(server: Running, engine: Engine) -> None:
+    """`</s>` is one token where it is read as such, and four characters where it is text."""
+
+    def prompt_tokens(asked: Running, content: str) -> int:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return int(post(asked, body, "/v1/chat/completions").json()["usage"]["prompt_tokens"])
+
+    assert prompt_tokens(server, "a</s>b") == prompt_tokens(server, "a1234b")
+    with running(engine, BATCH, control_tokens_in_content=True) as other:
+        assert prompt_tokens(other, "a</s>b") == prompt_tokens(other, "a1b")
+
+
 def test_a_line_break_is_a_prompt(server: Running) -> None:
     assert post(server, {"prompt": "\n", "max_tokens": 2}).status_code == 200
 

@@ -29,6 +29,13 @@ def serve(
     served_name: Annotated[str | None, _server(help="The model's name in the API; else as given.")] = None,
     api_key: Annotated[str | None, _server(help=f"What clients must send; better in ${KEY_VARIABLE}.")] = None,
     api_key_file: Annotated[str | None, _server(help="Read the key from a file.")] = None,
+    control_tokens_in_content: Annotated[
+        bool,
+        _server(
+            "--control-tokens-in-content",
+            help="Read <|im_end|> and the like in a message as control tokens; else they are text.",
+        ),
+    ] = False,
     cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
     max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
@@ -90,6 +97,7 @@ def serve(
             api_key=key,
             max_body_bytes=max_body_kb * 1024,
             cors_origins=tuple(cors_origin or ()),
+            control_tokens_in_content=control_tokens_in_content,
         ),
     )
     run_server(app, worker, host, port, grace)

@@ -54,6 +54,7 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     own = _defaults(engine.stack.model, settings.get("generation_config"))
     config = _generation_config(engine.stack.model, own, settings, vocabulary)
     stop = _stop_strings(engine, own, settings.get("stop"))
+    _yes_or_no("control_tokens_in_content", settings.get("control_tokens_in_content") or False, vocabulary)
     ids = [token_ids(engine.tokenizer, prompt, settings, vocabulary) for prompt in as_batch(prompts)]
     prompt_length = max(map(len, ids))
     new_tokens = _new_tokens(engine, own, max_new_tokens, prompt_length)
@@ -185,8 +186,8 @@ _PASSED_ON: dict[str, _Check] = {
     "sequence_bias": _biases,
 }
 _OWN = (
-    *("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria", "lookup", "window"),
-    "generation_config",
+    *("seed", "stop", "chat", "system", "control_tokens_in_content"),
+    *("logits_processor", "stopping_criteria", "lookup", "window", "generation_config"),
 )
 
 # What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.

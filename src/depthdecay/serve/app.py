@@ -45,6 +45,7 @@ class ServeSettings:
     api_key: str | None = None
     max_body_bytes: int = 2**20
     cors_origins: tuple[str, ...] = ()
+    control_tokens_in_content: bool = False  # whether a message may begin and end turns by spelling the tokens that do
 
 
 def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
@@ -179,6 +180,7 @@ class Service:
             prompts = [prompt for prompt in asked.prompts() for _ in range(asked.n)]
         settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
         settings |= {"stop": asked.stop, "chat": False}
+        settings["control_tokens_in_content"] = self.settings.control_tokens_in_content
         with self._tokenizing:
             prepared = prepare_request(self.engine, prompts, limit, settings)
         # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
