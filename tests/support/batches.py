@@ -87,6 +87,10 @@ def random_asks(
                 settings["top_p"] = 0.9
         if generator.random() < 0.2:
             settings["repetition_penalty"] = 1.3
+        if number % 5 == 3:
+            settings |= {"frequency_penalty": 1.5, "presence_penalty": -0.5}
+        if number % 5 == 4:
+            settings["logit_bias"] = dict.fromkeys(range(3, 40), 2.0)
         asks.append(
             {
                 "prompt": [generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(1, 25))],

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from depthdecay.arguments import whole_number
+from depthdecay.engine.sampling import ScoreChanges
 from depthdecay.errors import ArgumentError, ContextError, DepthDecayError, MissingNameError, one_line
 from depthdecay.internals import completed_generation_config
 from depthdecay.model.prompts import as_batch, plain, token_ids
@@ -40,7 +41,7 @@ class Request:
     pad_token_id: int
     stop: tuple[str, ...]
     seed: int | None
-    logits_processor: Sequence[Any] | None
+    logits_processor: Sequence[Any] | None  # as a `Sampler` takes them
     stopping_criteria: StoppingCriteriaList
     lookup: int  # in lossless mode: draft what followed the same words before, at most so many; 0 for none
     window: int  # in lossless mode: the most drafts before a verification
@@ -74,7 +75,10 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
         pad_token_id=pads[0] if pads else 0,
         stop=stop,
         seed=_seed(settings.get("seed")) if config.do_sample else None,
-        logits_processor=_functions("logits_processor", settings.get("logits_processor")),
+        logits_processor=[
+            *_score_changes(settings, vocabulary),
+            *_functions("logits_processor", settings.get("logits_processor")),
+        ],
         stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
         lookup=_lookup(settings.get("lookup"), min(map(len, ids))),
         window=_window(settings.get("window")),
@@ -165,6 +169,16 @@ def _biases(name: str, value: Any, vocabulary: int) -> dict[tuple[int, ...], flo
     return {tuple(_tokens(name, ids, vocabulary)): bias for ids, bias in pairs} or None
 
 
+def _token_biases(name: str, value: Any, vocabulary: int) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "a mapping from token ids to numbers from -100 to 100")
+    bias = _real(-100, 100, "a number from -100 to 100")
+    return {
+        _token(f"{name}: one token", plain(token), vocabulary): bias(f"{name} of {token}", plain(own), vocabulary)
+        for token, own in value.items()
+    }
+
+
 _SAMPLING: dict[str, _Check] = {
     "temperature": _real(0, 1e6, "0 (greedy) or more"),
     "top_k": _whole(0),
@@ -185,7 +199,13 @@ _PASSED_ON: dict[str, _Check] = {
     "suppress_tokens": _tokens,
     "sequence_bias": _biases,
 }
+_SCORES: dict[str, _Check] = {
+    "frequency_penalty": _real(-2, 2, "a number from -2 to 2 (0 is none)"),
+    "presence_penalty": _real(-2, 2, "a number from -2 to 2 (0 is none)"),
+    "logit_bias": _token_biases,
+}
 _OWN = (
+    *_SCORES,
     *("seed", "stop", "chat", "system", "control_tokens_in_content"),
     *("logits_processor", "stopping_criteria", "lookup", "window", "generation_config"),
 )
@@ -310,6 +330,18 @@ def _stop_strings(engine: Engine, own: Any, given: Any) -> tuple[str, ...]:
         whose = "the stop strings of the model's generation_config" if given is None else "stop strings"
         raise DepthDecayError(f"{whose} need a tokenizer; Engine(model, tokenizer, plan) takes one")
     return tuple(stop)
+
+
+def _score_changes(settings: dict[str, Any], vocabulary: int) -> list[ScoreChanges]:
+    """OpenAI's settings, where they change anything. A model's generation_config has none of them."""
+    changes = ScoreChanges(
+        **{
+            name: check(name, plain(settings[name]), vocabulary)
+            for name, check in _SCORES.items()
+            if settings.get(name) is not None
+        }
+    )
+    return [] if changes == ScoreChanges() else [changes]
 
 
 def _functions(name: str, given: Any) -> list[Any]:

@@ -179,7 +179,8 @@ class Service:
         else:
             prompts = [prompt for prompt in asked.prompts() for _ in range(asked.n)]
         settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
-        settings |= {"stop": asked.stop, "chat": False}
+        settings |= {"frequency_penalty": asked.frequency_penalty, "presence_penalty": asked.presence_penalty}
+        settings |= {"logit_bias": asked.token_biases(), "stop": asked.stop, "chat": False}
         settings["control_tokens_in_content"] = self.settings.control_tokens_in_content
         with self._tokenizing:
             prepared = prepare_request(self.engine, prompts, limit, settings)
@@ -279,6 +280,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     kind = found["type"]
     if kind == "extra_forbidden":
         message, code = f"the parameter '{param}' is not supported", "unsupported_parameter"
+    elif kind == "not_supported":
+        message, code = f"the parameter '{param}' {found['msg']}", "unsupported_parameter"
     elif kind == "json_invalid":
         message, code, param = "the body is not valid JSON", "invalid_json", None
     else:

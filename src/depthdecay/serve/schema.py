@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 16
 MOST_TOP_LOGPROBS = 20
@@ -13,6 +15,24 @@ _SEED = 2**63
 
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON has no numbers as names
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def only(*values: Any) -> BeforeValidator:
+    """Of a parameter that is not supported: the values that ask for nothing, which clients send all the same."""
+    told = " or ".join(map(json.dumps, values))
+
+    def check(given: Any) -> Any:
+        if not any(type(given) is type(value) and given == value for value in values):  # false, but no 0
+            raise PydanticCustomError("not_supported", "is not supported; leave it out, or say {told}", {"told": told})
+        return given
+
+    return BeforeValidator(check)
+
+
+Nothing = Annotated[list[Any], Field(max_length=0), only([])]
 
 
 class StrictModel(BaseModel):
@@ -50,6 +70,11 @@ class DepthRequest(StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    include_obfuscation: Annotated[Literal[False] | None, only(False)] = None
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
 
 
 class Asked(StrictModel):
@@ -59,11 +84,18 @@ class Asked(StrictModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
+    frequency_penalty: Penalty | None = Field(None, description="Times how often the answer has a token.")
+    presence_penalty: Penalty | None = Field(None, description="Once for every token that the answer has.")
+    logit_bias: dict[TokenName, Bias] | None = Field(None, description="By token id, what is added to its score.")
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Not used.")
     depth_decay: DepthRequest = DepthRequest.model_validate({})
+
+    def token_biases(self) -> dict[int, float] | None:
+        return None if self.logit_bias is None else {int(token): bias for token, bias in self.logit_bias.items()}
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Asked:
@@ -81,6 +113,15 @@ class CompletionRequest(Asked):
     )
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES, description="As many as n.")
+    echo: Annotated[Literal[False] | None, only(False)] = None
+    suffix: Annotated[Literal[""] | None, only("")] = None
+
+    @model_validator(mode="after")
+    def _all_are_told(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; all choices are told, so give n alone")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -96,6 +137,9 @@ class TextPart(StrictModel):
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
+    # What an answer brings along when it is sent back.
+    annotations: Nothing | None = None
+    tool_calls: Nothing | None = None
 
     def plain(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -108,6 +152,19 @@ class ChatRequest(Asked):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    tools: Nothing | None = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, only("none", "auto")] = None
+    parallel_tool_calls: bool | None = Field(None, description="Not used: there are no tools.")
+    functions: Nothing | None = None
+    function_call: Annotated[Literal["none", "auto"] | None, only("none", "auto")] = None
+    response_format: Annotated[TextFormat | None, only({"type": "text"})] = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1), only(["text"])] = None
+    verbosity: Annotated[Literal["medium"] | None, only("medium")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, only("auto", "default")] = None
+    store: Annotated[Literal[False] | None, only(False)] = None
+    metadata: dict[str, str] | None = Field(None, description="Not used: nothing is stored.")
+    safety_identifier: str | None = Field(None, description="Not used.")
+    prompt_cache_key: str | None = Field(None, description="Not used.")
 
     @model_validator(mode="after")
     def _said_once(self) -> ChatRequest:
