@@ -286,10 +286,14 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
     ask = {"prompt": "abcabc", "max_tokens": 24, "temperature": 0, "depth_decay": {"mode": "lossless"}}
     with running(engine, BATCH) as server:
         whole = post(server, ask).json()
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**ask, "stream": True}, timeout=PATIENCE
-        ) as response:
-            last = json.loads(events_of(response)[-2])["depth_decay"]
+        streamed = {**ask, "stream": True, "depth_decay": {"mode": "lossless", "depths": True}}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=streamed, timeout=PATIENCE) as response:
+            chunks = [json.loads(event)["depth_decay"] for event in events_of(response)[:-1]]
+            last = chunks[-1]
+        sources = [source for chunk in chunks for source in chunk["draft_depths"]]
+        assert (sources.count(0), sources.count(None)) == (last["accepted"], 24 - last["accepted"])
+        assert LAYERS <= chunks[0]["layer_passes"] <= chunks[-1]["layer_passes"] == last["layers_executed"]
+        assert post(server, {**streamed, "stream": False}).json()["depth_decay"]["draft_depths"] == [sources]
         told = httpx.get(f"{server.url}/metrics").text
         plain = post(server, {**ask, "logprobs": 0}).json()["depth_decay"]
     assert whole["choices"][0]["text"] == full.text
@@ -299,7 +303,7 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
         assert 1 + account["verifications"] + account["accepted"] == 24
         assert account["layer_speedup"] > 1.0
         assert "ran_as" not in account
-    drafted = float(whole["depth_decay"]["drafted"] + last["drafted"])
+    drafted = float(whole["depth_decay"]["drafted"] + 2 * last["drafted"])
     assert f"depthdecay_drafted_tokens_total {drafted}" in told
     assert f"depthdecay_accepted_tokens_total {drafted}" in told
     assert (plain["ran_as"], plain["drafted"], plain["acceptance"]) == ("full", 0, None)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +61,8 @@ class Update:
     token: int | None = None
     depth: int = 0
     text: str = ""
+    draft_depth: int | None = None  # as in Result.draft_depths
+    layer_passes: int = 0  # as in Result, up to this token
     logprobs: Logprobs | None = None
     finished: bool = False
     result: Result | None = None  # with the last update
@@ -338,6 +340,15 @@ class Batcher:
         text = row.row.take(token, depth)
         self.counters.tokens += 1
         now, result = self.clock(), row.row.result
+        told = Update(
+            row.id,
+            token,
+            depth,
+            text,
+            draft_depth=result.draft_depths[-1] if row.drafts is not None else None,
+            layer_passes=result.layer_passes,
+            logprobs=logprobs,
+        )
         if row.first_token is None:
             row.first_token = now
         if row.index >= row.new_tokens and not row.row.finished:
@@ -346,11 +357,11 @@ class Batcher:
             text += row.row.finish_text()
             result.seconds, result.prefill_seconds = now - row.submitted, row.first_token - row.submitted
             self._leave(row)
-            return Update(row.id, token, depth, text, logprobs, finished=True, result=result)
+            return replace(told, text=text, finished=True, result=result)
         if row.depth < depth:
             self.blocks.drop(row.slot, row.plan.dropped(row.depth))
             self.blocks.promise(row.slot, row.needs[row.depth])
-        return Update(row.id, token, depth, text, logprobs)
+        return told
 
     def _failed(self, row: BatchRow, error: Exception) -> Update:
         self.counters.errors += 1

@@ -27,7 +27,7 @@ from depthdecay import __version__
 from depthdecay.engine.request import prepare_request
 from depthdecay.errors import ContextError
 from depthdecay.serve.api_errors import ApiError, json_response
-from depthdecay.serve.depth_choice import Depths
+from depthdecay.serve.depth_choice import DEFAULT_OVER, Depths
 from depthdecay.serve.guards import Guard
 from depthdecay.serve.metrics import Metrics
 from depthdecay.serve.responses import Account, ApiAnswer, as_api_error
@@ -117,7 +117,8 @@ class Service:
         self.metrics = Metrics(worker)
         worker.on_step = self.metrics.step
         self.created = int(time.time())
-        self.most_speedup = self.depths.most_speedup()
+        # A short answer is mostly warm-up, so what can be reached grows with the length that it is averaged over.
+        self.most_speedups = {tokens: self.depths.most_speedup(tokens) for tokens in (16, 32, 64, 128, 256, 512, 1024)}
         self._tokenizing = threading.Lock()  # fast tokenizers do not like to be asked by two threads
 
     def saw_request(self, path: str, status: int) -> None:
@@ -127,7 +128,8 @@ class Service:
         about = {
             "num_layers": self.engine.stack.num_layers,
             "default_mode": self.engine.step_mode,
-            "max_speedup": self.most_speedup,
+            "max_speedup": self.most_speedups[DEFAULT_OVER],
+            "max_speedup_over": self.most_speedups,
             "max_tokens": self.worker.batcher.max_positions,
             "chat": bool(getattr(self.engine.tokenizer, "chat_template", None)),
         }
