@@ -61,7 +61,7 @@ def running(
     **settings: Any,
 ) -> Iterator[Running]:
     worker = Worker(Batcher(engine, batch), max_waiting=max_waiting, timeout_seconds=timeout_seconds)
-    app = make_app(worker, ServeSettings(model_name="tiny", **settings))
+    app = make_app(worker, ServeSettings(**{"model_name": "tiny", **settings}))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run)
     thread.start()
