@@ -17,8 +17,6 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
-
 from depthdecay.errors import DepthDecayError
 
 # Private-use characters: no template trims them, changes their case or escapes them.
@@ -82,7 +80,7 @@ class ControlTokens:
         return [self._from_copy.get(number, number) for number in ids.ids]
 
     @cached_property
-    def _copy(self) -> Tokenizer:
+    def _copy(self) -> Any:
         """Of the tokenizer, with control tokens in their other spelling; made once, since that takes a moment."""
         if self.tokenizer is None:
             raise DepthDecayError(
@@ -95,7 +93,7 @@ class ControlTokens:
                 token["content"] = _SPELLING + token["content"]
         # What goes around a text is the template's business, and nothing is cut or filled up.
         about["post_processor"] = about["truncation"] = about["padding"] = None
-        return Tokenizer.from_str(json.dumps(about))
+        return type(self.tokenizer).from_str(json.dumps(about))
 
     @cached_property
     def _from_copy(self) -> dict[int, int]:
