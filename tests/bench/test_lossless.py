@@ -14,7 +14,8 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.lossless import LosslessReport, _difference, _drafters, benchmark_lossless, run_lossless_bench
+from depthdecay.bench.lossless import _drafters, benchmark_lossless, run_lossless_bench
+from depthdecay.bench.lossless_report import LosslessReport, divergence
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
 
@@ -118,12 +119,12 @@ def test_a_difference_is_told_with_its_margin() -> None:
         logits = model(torch.tensor([ids + expected[:3]])).logits[0, -1]
     best, second = logits.topk(2)[1].tolist()
     assert best == expected[3]
-    (found,) = _difference(model, 7, ids, expected, [*expected[:3], second, 0])
+    (found,) = divergence(model, 7, ids, expected, [*expected[:3], second, 0])
     assert (found.prompt, found.token) == (7, 3)
     assert found.margin == pytest.approx(float(logits[best] - logits[second]), abs=1e-4)
     assert 0 < found.spacing < 1e-5
     assert found.as_close >= 1 / 6
-    assert _difference(model, 7, ids, expected, expected[:3]) == []
+    assert divergence(model, 7, ids, expected, expected[:3]) == []
 
 
 def test_what_cannot_run_leaves_a_row_that_says_why() -> None:

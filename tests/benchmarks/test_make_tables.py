@@ -316,7 +316,7 @@ def test_check_looks_at_both_documents(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(folder: Path) -> None:
-    from depthdecay.bench.lossless import Divergence, LosslessReport, LosslessRow
+    from depthdecay.bench.lossless_report import Divergence, LosslessReport, LosslessRow
     from depthdecay.bench.step_costs import StepCostReport
 
     about = {key: result()[key] for key in ("commit", "machine", "versions")}

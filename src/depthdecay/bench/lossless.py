@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from depthdecay.arguments import whole_number
+from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
+from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError, failure
-from depthdecay.model.devices import synchronize
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
@@ -26,59 +24,8 @@ from depthdecay.plan.shelf import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import require_writable, write_result
 
-PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 SAVE_EVERY = 10.0  # seconds
 WARM_UPS = 6
-Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
-
-
-@dataclass
-class Divergence:
-    """Where an answer leaves full depth's, and by how little full depth had decided there.
-
-    The margin is between the two tokens' logits, in a plain pass of the model over the text that both share. `as_close`
-    is the share of that answer's tokens that win over the second best by no more.
-    """
-
-    prompt: int
-    token: int
-    margin: float
-    spacing: float  # of the number type at logits of this size: what one rounding can move
-    as_close: float
-
-
-@dataclass
-class LosslessRow:
-    """One way to decode over all prompts. Seconds are of decoding; transformers' include the prompt's pass."""
-
-    method: str
-    prompts: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    tokens_per_second: float | None = None
-    speedup: float | None = None  # against our own full depth, prompt by prompt in turns
-    drafted: int = 0
-    accepted: int = 0
-    acceptance: float | None = None
-    tokens_per_verification: float | None = None
-    passes_per_token: float | None = None  # layer passes, in full-depth steps; its inverse is the ideal speed-up
-    realised: float | None = None
-    answers_that_differ: int = 0  # from full depth
-    differences: list[Divergence] = field(default_factory=list)
-    error: str | None = None
-    _verifications: int = 0
-    _passes: float = 0.0
-
-
-@dataclass
-class LosslessReport:
-    model: str
-    settings: dict[str, Any]
-    lossless_rows: list[LosslessRow]
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = [{k: v for k, v in asdict(row).items() if not k.startswith("_")} for row in self.lossless_rows]
-        return {"model": self.model, "settings": self.settings, "lossless_rows": rows}
 
 
 def benchmark_lossless(
@@ -186,12 +133,12 @@ def run_lossless_bench(
     compile = compile_layers and on_cuda
     engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
-    ways: dict[str, Way] = {"full": partial(_ours, full, new_tokens, "full")}
+    ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full")}
     for label, engine in engines.items():
-        ways[f"lossless, {label}"] = partial(_ours, engine, new_tokens, "lossless", lookup=False)
-        ways[f"lossless, {label} and lookup"] = partial(_ours, engine, new_tokens, "lossless", lookup=True)
+        ways[f"lossless, {label}"] = partial(our_answer, engine, new_tokens, "lossless", lookup=False)
+        ways[f"lossless, {label} and lookup"] = partial(our_answer, engine, new_tokens, "lossless", lookup=True)
     for peer in peers:
-        ways[f"transformers {peer}"] = partial(_transformers, model, new_tokens, peer, assistant)
+        ways[f"transformers {peer}"] = partial(transformers_answer, model, new_tokens, peer, assistant)
     best = f"lossless, {next(reversed(plans), None)}"
     main = ("full", best, f"{best} and lookup")
     if compared == 0:
@@ -212,10 +159,10 @@ def run_lossless_bench(
                 _attempted(rows[method], way, list(prompt))
 
     def report(done: int) -> LosslessReport:
-        _finish(full_alone, full_alone)
+        finish_row(full_alone, full_alone)
         for method, row in rows.items():
             row.prompts = done if compared is None or method in main else min(compared, done)
-            _finish(row, rows["full"] if row.prompts == done else full_alone)
+            finish_row(row, rows["full"] if row.prompts == done else full_alone)
         settings: dict[str, Any] = {
             "prompts": done,
             "compared": compared,
@@ -242,12 +189,12 @@ def run_lossless_bench(
             tokens, seconds, result = answer
             if method == "full":
                 expected = tokens
-            _add(row, tokens, seconds, result)
+            add_answer(row, tokens, seconds, result)
             if tokens != expected:
                 row.answers_that_differ += 1
-                row.differences += _difference(model, number, list(prompt), expected, tokens)
+                row.differences += divergence(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
-                _add(full_alone, tokens, seconds, result)
+                add_answer(full_alone, tokens, seconds, result)
         if time.monotonic() - saved > SAVE_EVERY:
             save(report(number + 1))
             saved = time.monotonic()
@@ -263,80 +210,3 @@ def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], f
             raise
         row.error = failure(error)
         return None
-
-
-def _ours(engine: Engine, tokens: int, mode: str, ids: list[int], **settings: Any) -> tuple[list[int], float, Result]:
-    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **PLAIN_GREEDY, **settings)
-    return result.token_ids, result.decode_seconds, result
-
-
-def _transformers(model: Any, tokens: int, peer: str, assistant: Any, ids: list[int]) -> tuple[list[int], float, None]:
-    options: dict[str, Any] = {}
-    if peer == "prompt-lookup":
-        options["prompt_lookup_num_tokens"] = 10
-    if peer == "early-exit":
-        layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-        options["assistant_early_exit"] = max(1, layers // 2)
-    if peer == "assisted":
-        if assistant is None:
-            raise ArgumentError("assisted generation needs a smaller model; give one as assistant", "assistant")
-        options["assistant_model"] = assistant
-    given = torch.tensor([ids], device=model.device)
-    synchronize(given.device)
-    started = time.perf_counter()
-    with torch.no_grad(), _same_layers(model):
-        output = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, **PLAIN_GREEDY, **options
-        )
-    synchronize(given.device)
-    return output[0, len(ids) :].tolist(), time.perf_counter() - started, None
-
-
-@contextlib.contextmanager
-def _same_layers(model: Any) -> Iterator[None]:
-    """transformers' early exit writes another number of layers into the model's configuration, and where it then fails
-    (5.17's does, on taking a draft back) leaves it there: every later answer would come from half a model."""
-    config = model.config.get_text_config(decoder=True)
-    before = config.num_hidden_layers
-    try:
-        yield
-    finally:
-        config.num_hidden_layers = before
-
-
-@torch.no_grad()
-def _difference(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Divergence]:
-    place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
-    if place is None:  # one is the beginning of the other
-        return []
-    output = model(torch.tensor([ids + expected], device=model.device), logits_to_keep=len(expected) + 1)
-    logits = output.logits[0, :-1].float()
-    best, second = logits.topk(2).values.unbind(-1)
-    margin = float(logits[place, expected[place]] - logits[place, tokens[place]])
-    spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(float(best[place])), 1e-30)))
-    as_close = float((best - second <= abs(margin)).float().mean())
-    return [Divergence(number, place, round(margin, 5), spacing, round(as_close, 5))]
-
-
-def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None) -> None:
-    row.tokens += len(tokens) - (result is not None)  # our first token comes with the prompt, which is not timed
-    row.seconds += seconds
-    if result is not None and result.mode == "lossless":
-        row.drafted += result.drafted
-        row.accepted += result.accepted
-        row._verifications += result.verifications
-        row._passes += result.layer_passes / result.num_layers - 1  # without the first token's, as for the tokens
-
-
-def _finish(row: LosslessRow, full: LosslessRow) -> None:
-    if row.error is not None or not row.tokens or not row.seconds:
-        return
-    row.tokens_per_second = row.tokens / row.seconds
-    if full.tokens_per_second:
-        row.speedup = row.tokens_per_second / full.tokens_per_second
-    if row._verifications:
-        row.acceptance = row.accepted / row.drafted if row.drafted else None
-        row.tokens_per_verification = row.tokens / row._verifications
-        row.passes_per_token = row._passes / row.tokens
-        if row.speedup is not None:
-            row.realised = row.speedup * row.passes_per_token

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from depthdecay.bench.cpu import CpuReport
     from depthdecay.bench.decoding import DecodingReport, DecodingRow
-    from depthdecay.bench.lossless import LosslessReport
+    from depthdecay.bench.lossless_report import LosslessReport
     from depthdecay.bench.step_costs import StepCostReport
 
 
