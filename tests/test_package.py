@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import depthdecay as dd
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "src" / "depthdecay"
 
@@ -34,6 +36,19 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: set[str]) -> None:
     assert {"depthdecay/py.typed", "depthdecay/cpu/kernels.cpp", "depthdecay/serve/page.html"} <= files
     assert not files - wheel
     assert not {name for name in wheel - files if ".dist-info/" not in name}
+
+
+def test_every_export_is_there_under_its_name() -> None:
+    for name in dd.__all__:
+        assert getattr(dd, name).__name__ == name
+    assert set(dd.__all__) <= set(dir(dd))
+
+
+def test_nothing_heavy_is_loaded_before_it_is_asked_for() -> None:
+    heavy = "{'torch', 'transformers', 'numpy'}"
+    code = f"import sys, depthdecay as dd; dd.Plan.full(4); assert not {heavy} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_version_is_told_alike_everywhere() -> None:

@@ -153,6 +153,14 @@ def test_bad_values_are_refused_by_pythons_names_before_a_model_is_made(given: d
     assert "--" not in str(caught.value)
 
 
+def test_the_usual_speedup_may_be_averaged_over_other_tokens(tmp_path: Path) -> None:
+    words = ["bench", "--shape", "tiny", "--device", "cpu", "--new-tokens", "8", "--rounds", "1", "--methods", "decay"]
+    target = tmp_path / "r.json"
+    assert CliRunner().invoke(app, [*words, "--over", "64", "--json", str(target)]).exit_code == 0
+    made = dd.Plan.for_speedup(8, "1.25", over_tokens=64)
+    assert json.loads(target.read_text())["settings"]["plan"] == made.describe()
+
+
 def test_the_embedded_model_is_benched_by_its_own_plan() -> None:
     loaded = dd.load(device="cpu")
     plan = plan_to_measure(None, loaded, 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from depthdecay.cli.bench_tables import print_decoding, print_lossless, print_pr
 from depthdecay.cli.process import settle
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-
-if TYPE_CHECKING:
-    pass
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
@@ -99,6 +96,10 @@ def bench(
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
     kind = _kind(source, measured, lossless)
     refuse_ignored(context, kind)
+    if over is not None and plan is None and alpha is None and speedup is None:
+        from depthdecay.bench.decoding import USUAL_SPEEDUP
+
+        speedup = USUAL_SPEEDUP
     plans = opt.PlanOptions(plan, alpha, speedup, over)
     if kind is SPEED:
         _bench_decoding(source, plans, measured, json_file)
