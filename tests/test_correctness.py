@@ -120,7 +120,7 @@ def test_python_gets_the_rows_that_the_command_shows(tmp_path: Path) -> None:
     rows = dd.check(model, new_tokens=4, device="cpu", progress=told.append)
     assert [asdict(row) for row in rows] == shown["rows"]
     assert told == rows
-    plan = Plan.decay(8, 0.9)
+    plan = Plan.decay(8, 0.9).save(tmp_path / "plan.json")
     assert dd.check(dd.load(model, device="cpu"), plan, new_tokens=4)[-2].detail == "8 down to 5 layers"
 
 
@@ -144,6 +144,8 @@ def test_the_command_only_calls_check(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bad_values_are_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(DepthDecayError, match="new_tokens is 0"):
         dd.check("no/such-model", new_tokens=0)
+    with pytest.raises(DepthDecayError, match="no plan at"):
+        dd.check("no/such-model", "no-such-plan.json")
 
 
 def test_the_embedded_model_passes() -> None:

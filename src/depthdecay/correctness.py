@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from depthdecay.arguments import whole_number
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
 from depthdecay.internals import forward_hooks
@@ -37,7 +39,7 @@ class CheckRow:
 
 def check(
     model: str | LoadedModel,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     *,
     new_tokens: int = NEW_TOKENS,
     allow_other_weights: bool = False,
@@ -54,12 +56,13 @@ def check(
     unless `dtype` says otherwise: in 16 bits, tokens may differ by rounding alone. `progress` gets each row at once.
     """
     whole_number("new_tokens", new_tokens, 1)
+    stored = DepthSettings.of(plan).stored()
     if isinstance(model, str) and dtype is None:
         dtype = "fp32"
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
     rows = []
     for row in check_model(
-        loaded.model, loaded.tokenizer, plan, new_tokens=new_tokens, allow_other_weights=allow_other_weights
+        loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
     ):
         rows.append(row)
         if progress is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.decoding import DecodingReport, DecodingRow, plan_to_measure, run_bench
+from depthdecay.bench.decoding import DecodingReport, DecodingRow, depth_to_measure, plan_to_measure, run_bench
 from depthdecay.bench.shapes import SHAPES, random_model
 from depthdecay.cli import app
 from depthdecay.cli.bench_tables import _FIGURES, _HEADINGS, _table
@@ -144,6 +144,7 @@ def test_a_model_may_be_loaded_and_a_plan_be_described() -> None:
         ({"model": "no/such-model", "new_tokens": 1}, "new_tokens is 1"),
         ({"model": "no/such-model", "batch": 0}, "batch is 0"),
         ({"model": "no/such-model", "methods": ["warp"]}, "unknown method 'warp'"),
+        ({"model": "no/such-model", "plan": "no-such-plan.json"}, "no plan at"),
         ({"model": "no/such-model", "result_file": "/no/such/folder/x.json"}, "cannot write"),
     ],
 )
@@ -163,10 +164,11 @@ def test_the_usual_speedup_may_be_averaged_over_other_tokens(tmp_path: Path) -> 
 
 def test_the_embedded_model_is_benched_by_its_own_plan() -> None:
     loaded = dd.load(device="cpu")
-    plan = plan_to_measure(None, loaded, 128)
+    plan = plan_to_measure(depth_to_measure(None, 128), loaded)
     assert plan.repairs is not None
     assert plan.layer_speedup(128) >= 1.25
-    assert plan_to_measure(None, LoadedModel(loaded.model, None, "other", "folder"), 128).repairs is None
+    other = LoadedModel(loaded.model, None, "other", "folder")
+    assert plan_to_measure(depth_to_measure(None, 128), other).repairs is None
 
 
 def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,7 @@ def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
     ("given", "complaint"),
     [
         ({"limit": 0}, "limit is 0"),
+        ({"plan": "no-such-plan.json"}, "no plan at"),
         ({"compared": -1}, "compared is -1"),
         ({"new_tokens": 1}, "new_tokens is 1"),
         ({"peers": ["beams"]}, "peers holds 'beams'"),

@@ -443,6 +443,7 @@ def untimed(report: EvaluationReport) -> dict[str, Any]:
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"limit": 3}, "limit is for a task given by its name"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"plan": "no-such-plan.json"}, "no plan at"),
         ({"result_file": "/no/such/folder/x.json"}, "cannot write"),
     ],
 )

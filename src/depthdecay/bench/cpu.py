@@ -15,7 +15,7 @@ import torch
 
 from depthdecay.arguments import whole_number
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
-from depthdecay.bench.decoding import plan_to_measure
+from depthdecay.bench.decoding import depth_to_measure, plan_to_measure
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
@@ -86,17 +86,18 @@ def benchmark_precisions(
 ) -> CpuReport:
     """Measure decoding on a CPU in every precision, at full depth and by a plan, between transformers and llama.cpp.
 
-        report = benchmark_precisions("smollm2-135m", dd.Plan.load("my-plan"))
+        report = benchmark_precisions("smollm2-135m", "my-plan")
         {row.title: row.tokens_per_second for row in report.rows}
 
     By its name, since the model is loaded in two number types. Without a plan, a layer speed-up of 1.25. llama.cpp
     takes part where its package is there and the model comes from a GGUF file.
     """
     _check_settings(new_tokens, prompt_tokens, rounds, precisions)
+    depth = depth_to_measure(plan, new_tokens)
     require_writable(result_file)
     report = run_cpu_bench(
         lambda dtype: load(model, device="cpu", dtype=dtype),
-        lambda loaded: plan_to_measure(plan, loaded, new_tokens),
+        lambda loaded: plan_to_measure(depth, loaded),
         new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,
         rounds=rounds,

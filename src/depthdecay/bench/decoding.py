@@ -78,15 +78,17 @@ class DecodingReport:
         return asdict(self)
 
 
-def plan_to_measure(
-    asked: Plan | DepthSettings | str | os.PathLike[str] | None, loaded: LoadedModel, new_tokens: int
-) -> Plan:
-    """The plan that was asked for, or a usual one; a speed-up holds over the tokens that are decoded."""
+def depth_to_measure(asked: Plan | DepthSettings | str | os.PathLike[str] | None, new_tokens: int) -> DepthSettings:
+    """What was asked for, with its file read, or a usual speed-up; either holds over the tokens that are decoded."""
     depth = DepthSettings.of(asked)
     if not depth.given:
         depth = DepthSettings(speedup=USUAL_SPEEDUP)
     if depth.speedup is not None and depth.over_tokens is None:
         depth = replace(depth, over_tokens=new_tokens)
+    return replace(depth, plan=depth.stored())
+
+
+def plan_to_measure(depth: DepthSettings, loaded: LoadedModel) -> Plan:
     plan = depth.choose(LayerStack.of(loaded.model), loaded.name)
     assert plan is not None
     return plan
@@ -110,7 +112,7 @@ def benchmark(
 ) -> DecodingReport:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run.
 
-        report = dd.benchmark("smollm2-135m", dd.Plan.load("my-plan"), new_tokens=128)
+        report = dd.benchmark("smollm2-135m", "my-plan", new_tokens=128)
         report.ratios["decay against generate"]
         dd.benchmark(shape="llama-2-7b")  # random weights in a true shape
 
@@ -126,6 +128,7 @@ def benchmark(
     for name, value in (("prompt_tokens", prompt_tokens), ("batch", batch), ("rounds", rounds)):
         whole_number(name, value, 1)
     _check_methods(methods or ())
+    depth = depth_to_measure(plan, new_tokens)
     require_writable(result_file)
     say = progress or (lambda message: None)
     loaded = load_model_or_shape(model, shape, device, dtype, say)
@@ -134,7 +137,7 @@ def benchmark(
     report = run_bench(
         loaded.model,
         loaded.shown_name,
-        plan_to_measure(plan, loaded, new_tokens),
+        plan_to_measure(depth, loaded),
         new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,
         batch=batch,

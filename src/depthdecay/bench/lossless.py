@@ -15,6 +15,7 @@ from depthdecay.arguments import whole_number
 from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError, failure
 from depthdecay.model.load import LoadedModel, as_loaded
@@ -31,7 +32,7 @@ WARM_UPS = 6
 def benchmark_lossless(
     model: str | LoadedModel,
     prompts: Prompts,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     *,
     task: str | None = None,
     limit: int = 20,
@@ -47,7 +48,7 @@ def benchmark_lossless(
 ) -> LosslessReport:
     """Measure lossless mode and its peers in transformers on prompts, each answer held against full depth.
 
-        report = benchmark_lossless("smollm2-135m", "prompts.jsonl", dd.Plan.load("my-plan"))
+        report = benchmark_lossless("smollm2-135m", "prompts.jsonl", "my-plan")
         {row.method: row.speedup for row in report.lossless_rows}
 
     Drafters are layers by guess, the plan's ladder without its maps, and the plan as it is: the one to draft with where
@@ -63,7 +64,8 @@ def benchmark_lossless(
     _check_peers(peers, assistant)
     require_writable(result_file)
     asked = prompts_for(prompts, task)
-    drafter = None if plan is None else drafter_of(plan)
+    stored = DepthSettings.of(plan).stored()
+    drafter = None if stored is None else drafter_of(stored)
     loaded = as_loaded(model, device=device, dtype=dtype)
     helper = None
     if assistant is not None:

@@ -63,7 +63,6 @@ def eval_command(
 
     # Opened here, since a wrong name or file should not have to wait for torch.
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    stored = opt.PlanOptions(plan).load()
     with working("preparing …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.evaluation.evaluate import evaluate
@@ -71,7 +70,7 @@ def eval_command(
         report = evaluate(
             model.model,
             chosen,
-            stored,
+            plan,
             methods=_listed(methods),
             speedups=_listed(speedups) or (),
             over_tokens=over,

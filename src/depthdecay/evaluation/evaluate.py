@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from depthdecay.arguments import Number, whole_number
 from depthdecay.cpu.open_stack import open_stack
 from depthdecay.cpu.packed_weights import check_setting
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.evaluation.answers import Answerer, Answers, Questions
@@ -57,7 +58,7 @@ class EvaluationSettings:
 def evaluate(
     model: str | LoadedModel,
     task: str | Task,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     *,
     methods: Sequence[str] | None = None,
     speedups: Sequence[Number] = (),
@@ -81,7 +82,7 @@ def evaluate(
 ) -> EvaluationReport:
     """Ask every method the questions of a task, at the same layer budgets, and compare each with full depth.
 
-        report = dd.evaluate("smollm2-135m", "gsm8k", dd.Plan.load("my-plan"), limit=200)
+        report = dd.evaluate("smollm2-135m", "gsm8k", "my-plan", limit=200)
         for row in report.rows:
             print(row.title, row.accuracy, row.layer_speedup, row.difference_to_full)
 
@@ -100,6 +101,7 @@ def evaluate(
     if max_new_tokens is not None:
         whole_number("max_new_tokens", max_new_tokens, 1)
     check_setting(quantize)
+    stored = DepthSettings.of(plan).stored()
     asked = _opened(task, TaskOptions(_path(data), limit, shots, _tuple(subtasks), _path(prompts_dir)))
     target, answers = require_writable(result_file), require_writable(answers_file)
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
@@ -117,7 +119,7 @@ def evaluate(
     )
     work = WorkFile(None) if target is None else WorkFile.beside(target)
     say = progress or (lambda message: None)
-    report = run_evaluation(loaded, asked, settings, plan, work=work, answers_file=answers, progress=say)
+    report = run_evaluation(loaded, asked, settings, stored, work=work, answers_file=answers, progress=say)
     write_result(target, report.to_dict())
     work.remove()
     return report
