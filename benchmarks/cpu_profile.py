@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from depthdecay.bench.contenders import never_ending
 from depthdecay.bench.cpu import read_bandwidth
-from depthdecay.bench.decoding import never_ending
 from depthdecay.engine.engine import Engine
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from saved_model import save_tiny_chat_model
 from tiny_models import tiny_model
 from typer.testing import CliRunner
 
+import depthdecay as dd
 from depthdecay import Plan
 from depthdecay import correctness as check_module
 from depthdecay.cli import app
-from depthdecay.correctness import check_model, default_plan, model_state, state_differences
+from depthdecay.correctness import CheckRow, check_model, default_plan, model_state, state_differences
+from depthdecay.errors import DepthDecayError
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])
@@ -108,6 +111,41 @@ def test_command_fails_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["check", "-m", save_tiny_chat_model(tmp_path), "--new-tokens", "4"])
     assert result.exit_code == 1
     assert "✗" in result.stdout
+
+
+def test_python_gets_the_rows_that_the_command_shows(tmp_path: Path) -> None:
+    model = save_tiny_chat_model(tmp_path)
+    shown = json.loads(CliRunner().invoke(app, ["check", "-m", model, "--new-tokens", "4", "--json"]).stdout)
+    told: list[CheckRow] = []
+    rows = dd.check(model, new_tokens=4, device="cpu", progress=told.append)
+    assert [asdict(row) for row in rows] == shown["rows"]
+    assert told == rows
+    plan = Plan.decay(8, 0.9).save(tmp_path / "plan.json")
+    assert dd.check(dd.load(model, device="cpu"), plan, new_tokens=4)[-2].detail == "8 down to 5 layers"
+
+
+def test_a_model_by_name_is_checked_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(check_module, "check_model", lambda model, *_, **__: seen.append(model.dtype) or iter(()))
+    model = save_tiny_chat_model(tmp_path, dtype=torch.bfloat16)
+    dd.check(model, device="cpu")
+    dd.check(model, device="cpu", dtype="bf16")
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_the_command_only_calls_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = CheckRow("one thing", False, "was wrong")
+    monkeypatch.setattr(check_module, "check", lambda *_, progress, **__: progress(row) or [row])
+    result = CliRunner().invoke(app, ["check", "-m", save_tiny_chat_model(tmp_path), "--new-tokens", "4"])
+    assert result.exit_code == 1
+    assert result.stdout.endswith("✗ one thing  was wrong\n")
+
+
+def test_bad_values_are_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(DepthDecayError, match="new_tokens is 0"):
+        dd.check("no/such-model", new_tokens=0)
+    with pytest.raises(DepthDecayError, match="no plan at"):
+        dd.check("no/such-model", "no-such-plan.json")
 
 
 def test_the_embedded_model_passes() -> None:

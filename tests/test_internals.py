@@ -243,7 +243,7 @@ class TestInductor:
     def test_a_pass_of_ours_is_one_that_inductor_caches(self) -> None:
         from torch._inductor import codecache
 
-        from depthdecay.cuda.kernels.gemv import GemvPass
+        from depthdecay.cuda.gemv_pass import GemvPass
 
         made = GemvPass(overlap=False)
         assert isinstance(made, internals.graph_pass_class())

@@ -6,26 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from depthdecay.batching.batcher import Batcher as Batcher
+    from depthdecay.bench.decoding import benchmark as benchmark
+    from depthdecay.calibration.calibrate import calibrate as calibrate
+    from depthdecay.correctness import check as check
     from depthdecay.engine.engine import Engine as Engine
     from depthdecay.engine.engine import Result as Result
     from depthdecay.errors import DepthDecayError as DepthDecayError
+    from depthdecay.evaluation.evaluate import evaluate as evaluate
     from depthdecay.integrations.transformers.applied import applied as applied
     from depthdecay.integrations.transformers.assistant import draft_model as draft_model
     from depthdecay.model.load import load as load
     from depthdecay.plan.ladder import Ladder as Ladder
     from depthdecay.plan.plan import Plan as Plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded when first asked for: plans are made and read without importing torch.
 _EXPORTS = {
+    "Batcher": "batching.batcher",
     "DepthDecayError": "errors",
     "Engine": "engine.engine",
     "Ladder": "plan.ladder",
     "Plan": "plan.plan",
     "Result": "engine.result",
     "applied": "integrations.transformers.applied",
+    "benchmark": "bench.decoding",
+    "calibrate": "calibration.calibrate",
+    "check": "correctness",
     "draft_model": "integrations.transformers.assistant",
+    "evaluate": "evaluation.evaluate",
     "load": "model.load",
 }
 __all__ = sorted(_EXPORTS)

@@ -6,8 +6,9 @@ import decimal
 import operator
 import reprlib
 from decimal import Decimal
+from typing import Any
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError
 
 # The smallest float, 5e-324, has 324 decimal places; longer numbers are not meant by anybody.
 MAX_DECIMAL_PLACES = 400
@@ -22,23 +23,31 @@ def whole_number(name: str, value: object, low: int, high: int | None = None) ->
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise DepthDecayError(f"{name} is {reprlib.repr(value)}; expected {expected}") from None
+        raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected {expected}", name) from None
     if isinstance(value, bool) or number < low or (high is not None and number > high):
-        raise DepthDecayError(f"{name} is {reprlib.repr(value)}; expected {expected}")
+        raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected {expected}", name)
     return int(number)
 
 
 def exact_decimal(name: str, value: object) -> Decimal:
     """The number that a person who wrote `value` meant: a float stands for its shortest decimal."""
     if isinstance(value, bool) or not isinstance(value, (float, int, str, Decimal)):
-        raise DepthDecayError(f"{name} is {reprlib.repr(value)}; expected a number")
+        raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected a number", name)
     try:
         number = Decimal(repr(float(value)) if isinstance(value, float) else value)
     except decimal.InvalidOperation:
-        raise DepthDecayError(f"{name} is {reprlib.repr(value)}; expected a number") from None
+        raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected a number", name) from None
     if not number.is_finite():
-        raise DepthDecayError(f"{name} is {reprlib.repr(value)}; expected a finite number")
+        raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected a finite number", name)
     _, digits, exponent = number.as_tuple()
     if len(digits) > MAX_DECIMAL_PLACES or not -MAX_DECIMAL_PLACES <= int(exponent) <= MAX_DECIMAL_PLACES:
-        raise DepthDecayError(f"{name} has too many digits; expected at most {MAX_DECIMAL_PLACES} decimal places")
+        raise ArgumentError(f"{name} has too many digits; expected at most {MAX_DECIMAL_PLACES} decimal places", name)
     return decimal.Context(prec=MAX_DECIMAL_PLACES).normalize(number)
+
+
+def one_of(**given: Any) -> str | None:
+    """The name of the one value that was given; each decides the same thing, so two are refused."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ArgumentError(f"{' and '.join(names)} were given together; each decides the same, so use one", *names)
+    return names[0] if names else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
 from depthdecay.internals import forward_hooks
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.plan.plan import Plan
 
 NEW_TOKENS = 24
@@ -31,6 +35,39 @@ class CheckRow:
     name: str
     passed: bool
     detail: str
+
+
+def check(
+    model: str | LoadedModel,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    allow_other_weights: bool = False,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[CheckRow], None] | None = None,
+) -> list[CheckRow]:
+    """Hold full depth, lossless mode and decay against transformers' own generate; a row for each thing checked.
+
+        assert all(row.passed for row in dd.check("smollm2-135m"))
+
+    Without a plan, one that drops a layer soon and several by the end. A model given by its name is loaded in float32,
+    unless `dtype` says otherwise: in 16 bits, tokens may differ by rounding alone. `progress` gets each row at once.
+    """
+    whole_number("new_tokens", new_tokens, 1)
+    stored = DepthSettings.of(plan).stored()
+    if isinstance(model, str) and dtype is None:
+        dtype = "fp32"
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    rows = []
+    for row in check_model(
+        loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
+    ):
+        rows.append(row)
+        if progress is not None:
+            progress(row)
+    return rows
 
 
 class _Deliberate(Exception):
@@ -71,7 +108,7 @@ def check_model(
     stack = LayerStack.of(model)
     plan = plan or default_plan(stack.num_layers, new_tokens)
     prompts = check_prompts(stack.model, tokenizer)
-    engine = Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights)
+    engine = Engine(model, tokenizer, plan, compile=False, allow_other_weights=allow_other_weights)
     expected = [reference(model, prompt, new_tokens) for prompt in prompts]
     # Taken behind the plain generate, which may set attributes of its own, and before anything of ours has run.
     before = model_state(stack.model)

@@ -5,6 +5,14 @@ class DepthDecayError(ValueError):
     """Bad input or an unsupported request. The command line prints its message on one line and exits with code 2."""
 
 
+class ArgumentError(DepthDecayError):
+    """A value that cannot be used. `parameters`: the Python names in the message, which a command line translates."""
+
+    def __init__(self, message: str, *parameters: str) -> None:
+        super().__init__(message)
+        self.parameters = parameters
+
+
 class ContextError(DepthDecayError):
     """A prompt leaves no room for an answer."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from depthdecay.errors import DepthDecayError
 
 
-def expanded(path: str | Path) -> Path:
+def expanded(path: str | os.PathLike[str]) -> Path:
     """A path with ~ and ~name as the folders that they stand for."""
     try:
         return Path(path).expanduser()
@@ -20,7 +20,7 @@ def expanded(path: str | Path) -> Path:
         raise DepthDecayError(f"'{path}' begins with the home of a user who is not here; give the whole path") from None
 
 
-def make_folder(path: str) -> Path:
+def make_folder(path: str | os.PathLike[str]) -> Path:
     """The folder to write to, refused before anything long runs."""
     folder = expanded(path)
     try:
@@ -50,7 +50,7 @@ def package_file(package: str, inside: str) -> Path | None:
     return None
 
 
-def read_bytes(path: str | Path, called: str) -> bytes:
+def read_bytes(path: str | os.PathLike[str], called: str) -> bytes:
     """A file that the user named; `called` begins the sentence that says why it cannot be read."""
     try:
         return expanded(path).read_bytes()

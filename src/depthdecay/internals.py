@@ -2,7 +2,7 @@
 
 Any release may drop one. So each is looked up when it is used, a missing one is an error that names it, and
 `tests/test_internals.py` holds each to what we need of it. None is optional: transformers 5.17 to 5.22 and torch 2.11
-to 2.13 have them all. vLLM's are in `vllm/`, which runs with one version only.
+to 2.13 have them all. vLLM's are in `integrations/vllm/`, which runs with one version only.
 """
 
 from __future__ import annotations

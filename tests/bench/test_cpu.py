@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS, tiny_model
 
 import depthdecay as dd
 from depthdecay.bench import cpu as bench_cpu
-from depthdecay.bench.cpu import run_cpu_bench
+from depthdecay.bench.cpu import benchmark_precisions, run_cpu_bench
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.load import LoadedModel
 
@@ -41,6 +44,15 @@ def test_every_precision_stands_beside_generate() -> None:
     assert rows["full int8"].realised == pytest.approx(1.0)
 
 
+def test_a_model_by_name_is_loaded_in_both_number_types(tmp_path: Path) -> None:
+    folder, file = save_tiny_chat_model(tmp_path / "model"), tmp_path / "result.json"
+    settings: dict[str, Any] = {"new_tokens": 6, "prompt_tokens": 4, "rounds": 1, "precisions": ["bfloat16", "int8"]}
+    report = benchmark_precisions(folder, dd.Plan.constant(LAYERS, 4), result_file=file, **settings)
+    ours = ["full bfloat16", "decay bfloat16", "full int8", "decay int8"]
+    assert [row.title for row in report.rows] == ["generate float32", "generate bfloat16", *ours]
+    assert json.loads(file.read_text())["rows"] == report.to_dict()["rows"]
+
+
 def test_one_precision_alone() -> None:
     titles = [row.title for row in bench(precisions=("int8",)).rows]
     assert titles == ["generate float32", "generate bfloat16", "full int8", "decay int8"]
@@ -62,5 +74,7 @@ def test_what_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatc
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(DepthDecayError, match="unknown precision 'int2'"):
         bench(precisions=("int2",))
+    with pytest.raises(DepthDecayError, match="new_tokens is 1"):
+        benchmark_precisions("no/such-model", new_tokens=1)
     with pytest.raises(DepthDecayError, match="exceed the model's context of 256"):
         bench(new_tokens=300)

@@ -12,12 +12,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.decoding import SHAPES, DecodingReport, DecodingRow, random_model, run_bench
+from depthdecay.bench.decoding import DecodingReport, DecodingRow, depth_to_measure, plan_to_measure, run_bench
+from depthdecay.bench.shapes import SHAPES, random_model
 from depthdecay.cli import app
-from depthdecay.cli.bench import _FIGURES, _HEADINGS, _table
+from depthdecay.cli.bench_tables import _FIGURES, _HEADINGS, _table
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.load import LoadedModel
 from depthdecay.result_files import write_result
 
 CPU = torch.device("cpu")
@@ -111,6 +114,63 @@ def test_unknown_names_are_refused() -> None:
         run_bench(random_model("tiny", CPU, torch.float32), "tiny", dd.Plan.decay(8, 0.9), methods=["quick"])
 
 
+def test_python_gets_what_the_command_shows(tmp_path: Path) -> None:
+    typed, called = tmp_path / "typed.json", tmp_path / "called.json"
+    words = ["bench", "--shape", "tiny", "--device", "cpu", "--new-tokens", "8", "--rounds", "1", "--json", str(typed)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    report = dd.benchmark(shape="tiny", device="cpu", new_tokens=8, rounds=1, result_file=called)
+    theirs, ours = (json.loads(file.read_text()) for file in (typed, called))
+    assert ours["settings"] == theirs["settings"] == report.settings
+    assert [row["layers_executed"] for row in ours["rows"]] == [row["layers_executed"] for row in theirs["rows"]]
+    assert report.rows[-1].layer_speedup >= 1.25  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:layers are dropped")
+def test_a_model_may_be_loaded_and_a_plan_be_described() -> None:
+    loaded = LoadedModel(random_model("tiny", CPU, torch.float32), None, "mine", "folder")
+    settings: dict[str, Any] = {"new_tokens": 4, "prompt_tokens": 4, "rounds": 1, "methods": ["full", "decay"]}
+    report = dd.benchmark(loaded, dd.Plan.constant(8, 4), **settings)
+    assert report.model == "mine"
+    assert report.settings["plan"] == dd.Plan.constant(8, 4).describe()
+    report = dd.benchmark(loaded, DepthSettings(alpha=0.9), **settings)
+    assert report.settings["plan"] == dd.Plan.decay(8, 0.9).describe()
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"model": "x", "shape": "tiny"}, "shape and model were given together"),
+        ({"shape": "llama-9"}, "unknown shape 'llama-9'"),
+        ({"model": "no/such-model", "new_tokens": 1}, "new_tokens is 1"),
+        ({"model": "no/such-model", "batch": 0}, "batch is 0"),
+        ({"model": "no/such-model", "methods": ["warp"]}, "unknown method 'warp'"),
+        ({"model": "no/such-model", "plan": "no-such-plan.json"}, "no plan at"),
+        ({"model": "no/such-model", "result_file": "/no/such/folder/x.json"}, "cannot write"),
+    ],
+)
+def test_bad_values_are_refused_by_pythons_names_before_a_model_is_made(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DepthDecayError, match=complaint) as caught:
+        dd.benchmark(**given)
+    assert "--" not in str(caught.value)
+
+
+def test_the_usual_speedup_may_be_averaged_over_other_tokens(tmp_path: Path) -> None:
+    words = ["bench", "--shape", "tiny", "--device", "cpu", "--new-tokens", "8", "--rounds", "1", "--methods", "decay"]
+    target = tmp_path / "r.json"
+    assert CliRunner().invoke(app, [*words, "--over", "64", "--json", str(target)]).exit_code == 0
+    made = dd.Plan.for_speedup(8, "1.25", over_tokens=64)
+    assert json.loads(target.read_text())["settings"]["plan"] == made.describe()
+
+
+def test_the_embedded_model_is_benched_by_its_own_plan() -> None:
+    loaded = dd.load(device="cpu")
+    plan = plan_to_measure(depth_to_measure(None, 128), loaded)
+    assert plan.repairs is not None
+    assert plan.layer_speedup(128) >= 1.25
+    other = LoadedModel(loaded.model, None, "other", "folder")
+    assert plan_to_measure(depth_to_measure(None, 128), other).repairs is None
+
+
 def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     target = Path("results", "tiny.json")  # one folder below the current one is made
@@ -158,7 +218,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
 
 def test_a_place_that_is_not_there_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("depthdecay.bench.decoding.run_bench", lambda *_, **__: pytest.fail("measured first"))
+    monkeypatch.setattr("depthdecay.bench.decoding.load_model_or_shape", lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").touch()
     places = (str(tmp_path / "absent" / "x.json"), "two/levels/x.json", "file/x.json", "", ".", "a\0b", "x" * 300)
     for place in places:

@@ -11,8 +11,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from depthdecay.bench import figures
-from depthdecay.bench.figures import Chart, QualityPoint, inline_svg, method_style, write_chart
+from depthdecay.bench import drawing, figures
+from depthdecay.bench.drawing import Chart, inline_svg, write_chart
+from depthdecay.bench.figures import QualityPoint, method_style
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.peer_rules import PEER_RULES
 
@@ -129,7 +130,7 @@ def test_inlined_charts_do_not_share_ids_and_take_the_pages_colours() -> None:
     svg = inline_svg(CHARTS["kl_by_position"]())
     assert svg.startswith("<svg")
     assert "currentColor" in svg
-    assert figures.INK not in svg
+    assert drawing.INK not in svg
     root = ElementTree.fromstring(svg)
     assert root.get("width") is None
     assert root.get("viewBox")
@@ -143,7 +144,7 @@ def test_labels_are_moved_apart_and_stay_in_order() -> None:
 def test_without_matplotlib_the_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DepthDecayError, match=r"pip install depthdecay\[plot\]"):
-        figures.require_drawing()
+        drawing.require_drawing()
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_errors_are_told_by_kind(server: Running) -> None:
         ({"rate": 0}, "rate"),
         ({"hang_up": 2}, "hang_up"),
         ({"url": "ftp://x"}, "url"),
-        ({"url": "http://example.com"}, "--allow-remote"),
+        ({"url": "http://example.com"}, "allow_remote"),
     ],
 )
 def test_loads_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS, PROMPTS, tiny_model
+from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.lossless import LosslessReport, _difference, run_lossless_bench
+from depthdecay.bench.lossless import _drafters, benchmark_lossless, run_lossless_bench
+from depthdecay.bench.lossless_report import LosslessReport, divergence
+from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
 
 
@@ -112,19 +119,19 @@ def test_a_difference_is_told_with_its_margin() -> None:
         logits = model(torch.tensor([ids + expected[:3]])).logits[0, -1]
     best, second = logits.topk(2)[1].tolist()
     assert best == expected[3]
-    (found,) = _difference(model, 7, ids, expected, [*expected[:3], second, 0])
+    (found,) = divergence(model, 7, ids, expected, [*expected[:3], second, 0])
     assert (found.prompt, found.token) == (7, 3)
     assert found.margin == pytest.approx(float(logits[best] - logits[second]), abs=1e-4)
     assert 0 < found.spacing < 1e-5
     assert found.as_close >= 1 / 6
-    assert _difference(model, 7, ids, expected, expected[:3]) == []
+    assert divergence(model, 7, ids, expected, expected[:3]) == []
 
 
 def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
     model = tiny_model("llama")
     report = run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["assisted"])
-    assert "--assistant" in str(report.lossless_rows[-1].error)
-    with pytest.raises(DepthDecayError, match="unknown method"):
+    assert "give one as assistant" in str(report.lossless_rows[-1].error)
+    with pytest.raises(DepthDecayError, match="peers holds 'magic'"):
         run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["magic"])
 
 
@@ -141,3 +148,49 @@ def test_slow_peers_run_on_some_prompts_only() -> None:
     report = run_lossless_bench(model, None, "tiny", PROMPTS, plans, new_tokens=6, peers=["generate"], compared=0)
     assert [row.method for row in report.lossless_rows] == ["full", "lossless, two", "lossless, two and lookup"]
     assert all(row.speedup is not None and row.prompts == len(PROMPTS) for row in report.lossless_rows)
+
+
+def test_python_gets_what_the_command_shows(tmp_path: Path) -> None:
+    folder, file, partial = save_tiny_chat_model(tmp_path / "model"), tmp_path / "prompts.txt", tmp_path / "r.json"
+    questions = [f"what is {i}?" for i in range(4)]
+    file.write_text("\n".join(questions))
+    words = ["bench", "-m", folder, "--device", "cpu", "--mode", "lossless", "--prompts", str(file), "--peers", "none"]
+    result = CliRunner().invoke(app, [*words, "--limit", "2", "--new-tokens", "8", "--json", str(partial)])
+    assert result.exit_code == 0, result.output
+    loaded = dd.load(folder, device="cpu")
+    report = benchmark_lossless(loaded, questions, limit=2, new_tokens=8, peers=[])
+    theirs = json.loads(partial.read_text())
+    counted = ("method", "prompts", "tokens", "answers_that_differ")
+    assert [{name: row[name] for name in counted} for row in theirs["lossless_rows"]] == [
+        {name: getattr(row, name) for name in counted} for row in report.lossless_rows
+    ]
+    assert theirs["settings"] == report.settings
+    assert theirs["model"] == report.model == "model"  # not where it lies
+
+
+def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
+    plan = dd.Plan.constant(LAYERS, 4)
+    assert list(_drafters(None)) == ["guessed layers"]
+    assert _drafters(plan) == {"guessed layers": None, "calibrated": plan}
+    repaired = replace(plan, repairs="repairs.safetensors")
+    found = _drafters(repaired)
+    assert list(found) == ["guessed layers", "calibrated", "calibrated and repaired"]
+    assert list(found.values()) == [None, plan, repaired]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"limit": 0}, "limit is 0"),
+        ({"plan": "no-such-plan.json"}, "no plan at"),
+        ({"compared": -1}, "compared is -1"),
+        ({"new_tokens": 1}, "new_tokens is 1"),
+        ({"peers": ["beams"]}, "peers holds 'beams'"),
+        ({"peers": ["generate"], "assistant": "x"}, "which peers generate leaves out"),
+        ({"task": "chess"}, "prompts is a list"),
+    ],
+)
+def test_bad_values_are_refused_by_pythons_names_before_a_model_is_loaded(given: Any, complaint: str) -> None:
+    with pytest.raises(DepthDecayError, match=complaint) as caught:
+        benchmark_lossless("no/such-model", ["a question"], **given)
+    assert "--" not in str(caught.value)

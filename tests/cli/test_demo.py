@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from depthdecay import Plan
 from depthdecay.cli import app
 from depthdecay.cli.demo import Timing, _warm_up_tokens, caveat, draw_depths
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.engine.engine import Engine
+from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.plan.schedule import PowerSchedule
 
 
@@ -90,9 +90,9 @@ def test_picture_draws_any_length(tokens: int, tmp_path: Path) -> None:
     ("plan", "said"),
     [
         (Plan.decay(30, "0.99"), "some/model · α = 0.99 · uncalibrated, middle-out"),
-        (Plan.load(DEFAULT_PLAN), "some/model · α = 0.998217 · 19 tokens of warm-up · calibrated, repaired"),
+        (Plan.load(EMBEDDED_PLAN), "some/model · α = 0.998217 · 19 tokens of warm-up · calibrated, repaired"),
         (
-            replace(Plan.load(DEFAULT_PLAN), repairs=None, schedule=PowerSchedule(30, "0.99", min_layers=22)),
+            replace(Plan.load(EMBEDDED_PLAN), repairs=None, schedule=PowerSchedule(30, "0.99", min_layers=22)),
             "some/model · α = 0.99 · calibrated",
         ),
     ],
@@ -103,7 +103,7 @@ def test_the_picture_says_how_its_layers_were_chosen(plan: Plan, said: str) -> N
 
 
 def test_quality_is_told_in_figures_only_where_this_schedule_was_measured() -> None:
-    stored = Plan.load(DEFAULT_PLAN)
+    stored = Plan.load(EMBEDDED_PLAN)
     other = replace(stored, schedule=PowerSchedule(30, "0.99", min_layers=22))
     assert "87% of the time" in caveat(stored, stored)
     for plan, known in ((other, stored), (other, None)):

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.cpu import compiled_stack as cpu
 from depthdecay.cpu import kernel_library as library
+from depthdecay.cpu import open_stack as opening
 from depthdecay.cpu import packed_weights as weights
 from depthdecay.cpu import quantized_blocks as blocks
 from depthdecay.cpu.compiled_rows import FEW_TOKENS
+from depthdecay.cpu.compiled_stack import CompiledLayerStack
+from depthdecay.cpu.open_stack import open_stack
 from depthdecay.cpu.supported_models import OtherForm, form_of
+from depthdecay.cpu.widened_stack import widen_in_place
 from depthdecay.errors import DepthDecayError
 from depthdecay.model import load as models
 from depthdecay.model.layers import LayerStack
@@ -68,9 +72,9 @@ def tokens(engine: dd.Engine, prompts: list[list[int]], mode: str = "full", coun
 @pytest.mark.parametrize("architecture", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_says_what_the_model_says(architecture: str, dtype: torch.dtype) -> None:
-    stack = cpu.open_stack(tiny_model(architecture).to(dtype), fast=True)
-    assert isinstance(stack, cpu.CpuStack)
-    assert cpu._difference(stack) < (1e-5 if dtype == torch.float32 else 0.05)
+    stack = open_stack(tiny_model(architecture).to(dtype), fast=True)
+    assert isinstance(stack, CompiledLayerStack)
+    assert opening._difference(stack) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("architecture", PLAIN)
@@ -78,7 +82,7 @@ def test_a_pass_says_what_the_model_says(architecture: str, dtype: torch.dtype) 
 def test_greedy_text_in_full_precision_is_that_of_the_plain_path(architecture: str, count: int) -> None:
     model = tiny_model(architecture)
     fast, plain = dd.Engine(model), dd.Engine(model, fast=False)
-    assert isinstance(fast.stack, cpu.CpuStack)
+    assert isinstance(fast.stack, CompiledLayerStack)
     assert type(plain.stack) is LayerStack
     assert tokens(fast, PROMPTS[:count]) == tokens(plain, PROMPTS[:count])
     assert tokens(fast, PROMPTS[:1], "lossless", 40) == tokens(plain, PROMPTS[:1], "full", 40)
@@ -89,7 +93,7 @@ def test_greedy_text_in_full_precision_is_that_of_the_plain_path(architecture: s
 def test_few_bits_equal_their_widened_reference(architecture: str, setting: str) -> None:
     """Logits within 0.1 per cent of the largest: float32 sums in another order."""
     model = tiny_model(architecture)
-    stack = cpu.open_stack(model, quantize=setting)
+    stack = open_stack(model, quantize=setting)
     reference = LayerStack.of(rounded_copy(model, setting))
     said = [logits_of(each, PROMPTS[0]) for each in (stack, reference)]
     assert stack.rounded.matrices  # type: ignore[attr-defined]
@@ -159,16 +163,16 @@ def test_maps_run_in_the_place_of_layers(neurons: int) -> None:
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(PLAIN)))
 def test_other_forms_keep_the_plain_path_and_say_why(architecture: str) -> None:
     model = tiny_model(architecture)
-    assert type(cpu.open_stack(model)) is LayerStack
+    assert type(open_stack(model)) is LayerStack
     with pytest.warns(UserWarning, match="in its own precision: "):
-        assert type(cpu.open_stack(model, quantize="int4")) is LayerStack
+        assert type(open_stack(model, quantize="int4")) is LayerStack
 
 
 def test_a_model_that_only_looks_plain_is_found_out() -> None:
     model = tiny_model()
     norm = type(model.model.norm)
     model.model.norm.__class__ = type("OtherRMSNorm", (norm,), {"forward": lambda self, x: 3 * norm.forward(self, x)})
-    assert type(cpu.open_stack(model)) is LayerStack
+    assert type(open_stack(model)) is LayerStack
 
 
 def test_somebodys_hooks_are_called() -> None:
@@ -191,7 +195,7 @@ def test_changed_weights_are_seen_by_the_next_text() -> None:
 
 def test_matrices_that_cannot_be_rounded_are_left_and_listed() -> None:
     model = tiny_model(intermediate_size=40)
-    stack = cpu.open_stack(model, quantize="int8")
+    stack = open_stack(model, quantize="int8")
     assert stack.rounded.left == tuple(f"{layer}.down" for layer in range(LAYERS))  # type: ignore[attr-defined]
     assert tokens(dd.Engine(model, quantize="int8"), PROMPTS[:1]) == tokens(
         dd.Engine(rounded_copy(model, "int8"), fast=False), PROMPTS[:1]
@@ -200,7 +204,7 @@ def test_matrices_that_cannot_be_rounded_are_left_and_listed() -> None:
 
 def test_bytes_are_those_that_are_read() -> None:
     model = tiny_model(hidden_size=64, intermediate_size=128, vocab_size=96)
-    plain, eight, four = (cpu.open_stack(model, quantize=setting) for setting in (None, "int8", "int4"))
+    plain, eight, four = (open_stack(model, quantize=setting) for setting in (None, "int8", "int4"))
     numbers = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
     norms = 2 * 64 * 4
     assert plain.layer_bytes()[0] == 4 * numbers + norms
@@ -216,7 +220,7 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
     model = tiny_model()
     expected = {setting: tokens(dd.Engine(model, quantize=setting), PROMPTS[:1]) for setting in ("none", "int4")}
     monkeypatch.setattr(library, "library", missing)
-    cpu._warn_once.cache_clear()
+    opening._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         slow = dd.Engine(model, quantize="int4")
     with warnings.catch_warnings():
@@ -282,15 +286,26 @@ class TestStore:
         first = tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1])
         (file,) = (tmp_path / "cpu").glob("*.safetensors")
         content = file.read_bytes()
-        for damaged in (b"", content[: len(content) // 2], b"x" * len(content)):
+        flipped = bytearray(content)
+        flipped[-64] ^= 1  # within a matrix: the header stands at the beginning
+        for damaged in (b"", content[: len(content) // 2], b"x" * len(content), bytes(flipped)):
             file.write_bytes(damaged)
             assert tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1]) == first
             assert file.read_bytes() == content
 
+    def test_a_full_disk_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: Any) -> None:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        assert open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
+        assert not list((tmp_path / "cpu").iterdir())
+
     def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "taken").write_text("")
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "taken"))
-        assert cpu.open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
+        assert open_stack(tiny_model(), quantize="int8", origin=WeightsOrigin("a-key")).rounded  # type: ignore[attr-defined]
 
 
 class TestLibrary:
@@ -304,6 +319,21 @@ class TestLibrary:
         file.write_bytes(b"nothing")
         with pytest.raises(library.Unavailable, match="cannot be loaded"):
             library.Library(file)
+
+    def test_a_library_that_was_cut_short_is_built_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Never loaded to find out: half of a library ends the process with a signal."""
+        monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
+        monkeypatch.setattr(library, "_TUNED", ((),))
+        monkeypatch.setattr(library, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS))
+        library.library.__wrapped__()
+        (file,) = (tmp_path / "kernels").glob("*.so")
+        content = file.read_bytes()
+        loaded: list[int] = []
+        monkeypatch.setattr(library, "Library", lambda file: loaded.append(file.stat().st_size))
+        for damaged in (content[: len(content) // 2], content[:-4096] + bytes(4096)):
+            file.write_bytes(damaged)
+            library.library.__wrapped__()
+        assert loaded == [len(content)] * 2
 
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -330,7 +360,7 @@ class TestLibrary:
 def test_the_embedded_models_own_blocks_are_the_model(monkeypatch: pytest.MonkeyPatch, converted_cache: Path) -> None:
     monkeypatch.setenv("DEPTHDECAY_CACHE", str(converted_cache))
     loaded = models.load(device="cpu")
-    stack = cpu.open_stack(loaded.model, quantize="int4", origin=loaded.origin)
+    stack = open_stack(loaded.model, quantize="int4", origin=loaded.origin)
     assert stack.rounded.is_exact  # type: ignore[attr-defined]
     assert len(stack.rounded.matrices) == 7 * 30 + 1  # type: ignore[attr-defined]
     prompt = [1, 4093, 198, 1780, 314, 260]
@@ -343,7 +373,7 @@ def test_calibration_sees_the_rounded_weights() -> None:
     model = tiny_model()
     expected = tokens(dd.Engine(model, quantize="int4"), PROMPTS[:1])
     assert tokens(dd.Engine(model), PROMPTS[:1]) != expected
-    cpu.widen_in_place(model, "int4")
+    widen_in_place(model, "int4")
     assert tokens(dd.Engine(model), PROMPTS[:1]) == expected
 
 

@@ -64,7 +64,7 @@ def test_a_wide_batch_gives_the_cpu_s_tokens() -> None:
     """Many rows at once, more than one bucket, and blocks that change hands; held against requests alone on a CPU."""
     plan = Plan.decay(LAYERS, "0.95")
     settings = BatchSettings(max_batch=24, prefill_tokens=64, cohort_seconds=0)
-    batcher = Batcher(Engine(on_gpu(), None, plan), settings)
+    batcher = Batcher(Engine(on_gpu(), None, plan, compile=False), settings)
     batcher.warm_up()
     asks = [ask | {"plan": plan} if ask["mode"] == "decay" else ask for ask in random_asks(random.Random(3), 40)]
     numbers = [submit(batcher, **ask) for ask in asks]
@@ -83,7 +83,7 @@ def test_a_wide_batch_gives_the_cpu_s_tokens() -> None:
 def test_a_graph_step_is_the_eager_step(architecture: str, dtype: torch.dtype) -> None:
     """Rows of several depths, a prompt of several tokens among them, and more rows in each graph than it has."""
     plan = Plan.decay(LAYERS, "0.93")
-    engine = Engine(on_gpu(architecture).to(dtype), None, plan, repairs=random_repairs(plan))
+    engine = Engine(on_gpu(architecture).to(dtype), None, plan, repairs=random_repairs(plan), compile=False)
     batcher = Batcher(engine, SMALL)
     batcher.warm_up()
     for number, prompt in enumerate(PROMPTS):
@@ -109,7 +109,7 @@ def test_a_graph_step_is_the_eager_step(architecture: str, dtype: torch.dtype) -
 def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rows' settings, and while prompts are read: the tokens are all that the host waits for."""
     plan = Plan.decay(LAYERS, "0.9")
-    batcher = Batcher(Engine(on_gpu(), None, plan), BatchSettings(max_batch=8, cohort_seconds=0))
+    batcher = Batcher(Engine(on_gpu(), None, plan, compile=False), BatchSettings(max_batch=8, cohort_seconds=0))
     batcher.warm_up()
     settings: list[dict[str, Any]] = [
         {},
@@ -139,7 +139,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_graphs_are_captured_ahead_and_take_little() -> None:
     before = torch.cuda.memory_reserved()
-    batcher = Batcher(Engine(on_gpu(), None), BatchSettings(max_batch=64, max_positions=256))
+    batcher = Batcher(Engine(on_gpu(), None, compile=False), BatchSettings(max_batch=64, max_positions=256))
     batcher.warm_up()
     assert batcher.runner.graphs is not None
     sizes = {bucket_of(rows) for rows in range(1, batcher.runner.graphs.rows + 1)}

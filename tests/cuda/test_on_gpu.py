@@ -44,17 +44,33 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list
 
 def test_graphs_at_full_depth_equal_generate(architecture: str) -> None:
     model = on_gpu(architecture)
-    engine = dd.Engine(model)
+    engine = dd.Engine(model, compile=False)
     assert engine.uses_graphs
     for prompts in (PROMPTS[:1], PROMPTS):
         assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=24)] == generate(model, prompts, 24)
+
+
+def test_layers_are_compiled_unless_told_otherwise() -> None:
+    model = on_gpu()
+    assert dd.Engine(model).compiled is not None
+    assert dd.Engine(model, compile=False).compiled is None
+    assert dd.Engine(model, graphs=False).compiled is None
+
+
+def test_compiling_is_told_of_once() -> None:
+    told: list[str] = []
+    engine = dd.Engine(on_gpu(), progress=told.append)
+    for _ in range(2):
+        engine.generate(PROMPTS[:1], 4)
+    assert len(told) == 1
+    assert "compiling" in told[0]
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_graphs_equal_the_reference(architecture: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     plan = plan_with(order)
-    results = dd.Engine(on_gpu(architecture), plan=plan).generate(PROMPTS, max_new_tokens=24)
+    results = dd.Engine(on_gpu(architecture), plan=plan, compile=False).generate(PROMPTS, max_new_tokens=24)
     model = tiny_model(architecture)  # the reference runs on the CPU: it shares nothing with the GPU's path
     expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
     assert [(r.token_ids, r.depths) for r in results] == expected
@@ -99,7 +115,7 @@ def test_bf16_with_our_kernel_is_as_close_to_fp32_as_eager(
     exact = step_logits(dd.Engine(model, plan=plan, graphs=False), monkeypatch)
     model = model.to(torch.bfloat16)
     eager = step_logits(dd.Engine(model, plan=plan, graphs=False), monkeypatch)
-    plain = step_logits(dd.Engine(model, plan=plan), monkeypatch)
+    plain = step_logits(dd.Engine(model, plan=plan, compile=False), monkeypatch)
     fast = step_logits(dd.Engine(model, plan=plan, compile=True), monkeypatch)
 
     def error(logits: torch.Tensor) -> float:
@@ -124,7 +140,7 @@ def test_gemv_is_exact_up_to_rounding(columns: int, rows: list[int], overlap: bo
 
 
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = dd.Engine(on_gpu(), plan=plan_with(None))
+    engine = dd.Engine(on_gpu(), plan=plan_with(None), compile=False)
     engine.generate(PROMPTS[:1], max_new_tokens=30)  # captures
     step, pick = PassGraphs._step, dd.Engine._pick
 
@@ -146,7 +162,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_are_captured_once() -> None:
-    engine = dd.Engine(on_gpu(), plan=plan_with(None))
+    engine = dd.Engine(on_gpu(), plan=plan_with(None), compile=False)
     first = engine.generate(PROMPTS, max_new_tokens=20)
     kept = engine._steps.last
     assert kept is not None
@@ -161,10 +177,10 @@ def test_graphs_are_captured_once() -> None:
 
 def test_eos_is_seen_late_and_the_overrun_is_discarded() -> None:
     model = on_gpu()
-    free = dd.Engine(model).generate(PROMPTS[:1], max_new_tokens=60)[0]
+    free = dd.Engine(model, compile=False).generate(PROMPTS[:1], max_new_tokens=60)[0]
     eos = free.token_ids[20]
     first = free.token_ids.index(eos)
-    result = dd.Engine(model).generate(PROMPTS[:1], max_new_tokens=60, eos_token_id=eos)[0]
+    result = dd.Engine(model, compile=False).generate(PROMPTS[:1], max_new_tokens=60, eos_token_id=eos)[0]
     assert result.token_ids == free.token_ids[: first + 1]
     assert result.finish_reason == "stop"
     assert result.overrun_layers <= 6 * LAYERS
@@ -176,8 +192,8 @@ def test_seeded_samples_are_the_cpu_s() -> None:
     gpu = gumbel_noise(step_keys(keys, 4, torch.device("cuda"))[:, 2], 300)
     assert torch.allclose(cpu, gpu.cpu(), atol=1e-5)
     settings: dict[str, Any] = {"temperature": 1.2, "seed": 4, "max_new_tokens": 20}
-    expected = dd.Engine(tiny_model(), plan=plan_with(None)).generate(PROMPTS, **settings)
-    results = dd.Engine(on_gpu(), plan=plan_with(None)).generate(PROMPTS, **settings)
+    expected = dd.Engine(tiny_model(), plan=plan_with(None), compile=False).generate(PROMPTS, **settings)
+    results = dd.Engine(on_gpu(), plan=plan_with(None), compile=False).generate(PROMPTS, **settings)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
@@ -185,9 +201,11 @@ def test_a_rope_that_synchronises_runs_eagerly_and_says_so() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = on_gpu(rope_parameters=rope)
     with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
-        results = dd.Engine(model).generate(PROMPTS, max_new_tokens=16)
+        results = dd.Engine(model, compile=False).generate(PROMPTS, max_new_tokens=16)
     assert [r.token_ids for r in results] == generate(model, PROMPTS, 16)
-    assert len(dd.Engine(on_gpu()).generate(PROMPTS, max_new_tokens=8)[0].token_ids) == 8  # CUDA is still well
+    assert (
+        len(dd.Engine(on_gpu(), compile=False).generate(PROMPTS, max_new_tokens=8)[0].token_ids) == 8
+    )  # CUDA is still well
 
 
 def test_applied_works_on_the_gpu(architecture: str) -> None:
@@ -196,7 +214,9 @@ def test_applied_works_on_the_gpu(architecture: str) -> None:
         tokens = generate(model, PROMPTS, 16)
         ids = torch.tensor([PROMPTS[0]]).cuda()
         static = model.generate(ids, max_new_tokens=16, do_sample=False, cache_implementation="static")
-    assert tokens == [r.token_ids for r in dd.Engine(model, plan=plan).generate(PROMPTS, max_new_tokens=16)]
+    assert tokens == [
+        r.token_ids for r in dd.Engine(model, plan=plan, compile=False).generate(PROMPTS, max_new_tokens=16)
+    ]
     assert static[0, len(PROMPTS[0]) :].tolist() == tokens[0]
 
 
@@ -209,7 +229,7 @@ def test_a_model_on_two_gpus_runs_eagerly() -> None:
     places = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
     places |= {f"model.layers.{i}": int(i >= LAYERS // 2) for i in range(LAYERS)}
     spread = dispatch_model(model, places)
-    engine = dd.Engine(spread, plan=plan)
+    engine = dd.Engine(spread, plan=plan, compile=False)
     assert not engine.uses_graphs
     assert [r.token_ids for r in engine.generate(PROMPTS, max_new_tokens=12)] == expected
 
@@ -296,7 +316,7 @@ def test_the_same_request_gives_the_same_bits(compile: bool, monkeypatch: pytest
 def test_graphs_outlive_a_compiled_generate_of_transformers() -> None:
     """Its graphs free cuBLAS's shared workspaces, which ours must not depend on."""
     model, plan = wide_model(), plan_with(None)
-    engines = [dd.Engine(model, plan=plan), dd.Engine(model, plan=plan, compile=True)]
+    engines = [dd.Engine(model, plan=plan, compile=False), dd.Engine(model, plan=plan, compile=True)]
     before = [engine.generate(PROMPTS[:1], max_new_tokens=64)[0].token_ids for engine in engines]
     ids = torch.tensor([PROMPTS[0]]).cuda()
     for _ in range(3):
@@ -315,17 +335,19 @@ def test_repairs_run_inside_the_graphs(compile: bool) -> None:
     for architecture in ("llama", "qwen2", "gpt2"):
         model = tiny_model(architecture)
         repairs = random_repairs(plan, model.config.hidden_size, neurons=3)
-        expected = [r.token_ids for r in dd.Engine(model, plan=plan, repairs=repairs).generate(PROMPTS, 24)]
+        expected = [
+            r.token_ids for r in dd.Engine(model, plan=plan, repairs=repairs, compile=False).generate(PROMPTS, 24)
+        ]
         engine = dd.Engine(on_gpu(architecture), plan=plan, repairs=repairs, compile=compile)
         assert [r.token_ids for r in engine.generate(PROMPTS, 24)] == expected
-        plain = dd.Engine(on_gpu(architecture), plan=plan).generate(PROMPTS, 24)
+        plain = dd.Engine(on_gpu(architecture), plan=plan, compile=False).generate(PROMPTS, 24)
         assert [r.token_ids for r in plain] != expected
 
 
 def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
     from calibrations import SMALL, token_prompts
 
-    from depthdecay.calibration.calibrate import Calibration
+    from depthdecay.calibration.calibration import Calibration
     from depthdecay.calibration.fidelity import Simulator
     from depthdecay.calibration.goal import Goal
     from depthdecay.model.repairs import Repairs

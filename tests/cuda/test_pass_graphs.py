@@ -18,7 +18,7 @@ from replays import replay_captures
 from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
-from depthdecay.cuda import compiled_layers
+from depthdecay.cuda import compiled_layers, gemv_pass
 from depthdecay.cuda import decode_attention as attention
 from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
 from depthdecay.cuda.kernels import dependent_launch as overlap
@@ -138,9 +138,9 @@ def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytes
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many products each call of our own kernels took the place of."""
     counts: list[int] = []
-    replace = gemv._replace
+    replace = gemv_pass._replace
     monkeypatch.setattr(
-        gemv,
+        gemv_pass,
         "_replace",
         lambda graph, products, overlap: (counts.append(len(products)), replace(graph, products, overlap)),
     )
@@ -193,7 +193,7 @@ def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
     assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
-    torch.library.opcheck(gemv.few, (x, weights, False))
+    torch.library.opcheck(gemv.skinny_gemm, (x, weights, False))
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

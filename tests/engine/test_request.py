@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import depthdecay as dd
 from depthdecay.engine.request import DEFAULT_NEW_TOKENS, Request, prepare_request
+from depthdecay.engine.sampling import ScoreChanges
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.load import load
 
@@ -252,6 +253,9 @@ def test_stop_strings_of_the_model(chat_engine: dd.Engine) -> None:
         ("bad_words_ids", [[[]], 5, [5], [["x"]], [[VOCABULARY]], "x"]),
         ("suppress_tokens", [5, ["x"], [VOCABULARY]]),
         ("sequence_bias", [5, {(): 1.0}, {(5,): "x"}, {5: 1.0}, {(VOCABULARY,): 1.0}]),
+        ("frequency_penalty", [2.5, -3, "x", math.nan, True]),
+        ("presence_penalty", [2.5, -3, "x", [1]]),
+        ("logit_bias", [5, [[5, 1.0]], {"x": 1.0}, {VOCABULARY: 1.0}, {5: 101}, {5: "x"}, {(5,): 1.0}, {5: math.nan}]),
         ("logits_processor", [5, [5], LogitsProcessorList]),
         ("stopping_criteria", [5, [5], "x"]),
     ],
@@ -301,6 +305,14 @@ def test_settings_that_change_the_scores_reach_the_text(engine: dd.Engine) -> No
         {"sequence_bias": [[[plain[0]], -1000.0]]},
     ):
         assert engine.generate([IDS], max_new_tokens=4, **settings)[0].token_ids[0] != plain[0]
+
+
+def test_penalties_and_biases_of_zero_change_nothing(engine: dd.Engine) -> None:
+    asked = prepare(engine, frequency_penalty=0, presence_penalty=np.float32(0), logit_bias={})
+    assert asked.logits_processor == []
+    assert prepare(engine, frequency_penalty=np.float64(-2), logit_bias={np.int64(5): 1}).logits_processor == [
+        ScoreChanges(frequency_penalty=-2.0, logit_bias={5: 1.0})
+    ]
 
 
 def test_one_processor_or_criterion_alone(engine: dd.Engine) -> None:

@@ -1,12 +1,21 @@
-"""Keyed noise: a function of seed, sequence, token index and nothing else, and distributed as Gumbel noise."""
+"""How tokens are picked: by noise of seed, sequence and token index alone, and by OpenAI's penalties and biases."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
+import pytest
 import torch
+from batches import Windows, run_dry, submit
+from reference import logits_of
+from tiny_models import LAYERS, VOCABULARY, tiny_model
+from tiny_models import PROMPTS as TEXTS
 
-from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
+import depthdecay as dd
+from depthdecay.batching.batcher import Batcher, BatchSettings
+from depthdecay.engine.sampling import AnswerPenalties, LogitBias, gumbel_noise, sequence_keys, step_keys
 
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3]]
 
@@ -46,3 +55,96 @@ def test_noise_has_the_moments_of_gumbel() -> None:
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.05
     neighbours = torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]
     assert abs(float(neighbours)) < 0.02
+
+
+# OpenAI's penalties and biases.
+
+PLAN = dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3])
+PENALISED: dict[str, dict[str, Any]] = {
+    "frequency": {"frequency_penalty": 1.5},
+    "presence": {"presence_penalty": 2.0, "frequency_penalty": -0.4},
+    "rewarded": {"frequency_penalty": -0.3},
+    "biased": {"logit_bias": {token: -3.0 if token % 3 else 4.0 for token in range(VOCABULARY)}},
+    "all": {"frequency_penalty": 0.7, "presence_penalty": 0.5, "logit_bias": {7: 3.0, 12: -100.0}},
+}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "top_k": 0}
+
+
+def by_hand(
+    model: Any, plan: dd.Plan, prompt: list[int], tokens: int, asked: dict[str, Any], *, sampled: bool
+) -> list[int]:
+    """As OpenAI's API says it: what the answer has so far is counted, its prompt is not."""
+    keys = step_keys(sequence_keys(SAMPLED["seed"], [prompt]), tokens, torch.device("cpu"))
+    noise = gumbel_noise(keys[0], VOCABULARY)
+    answer: list[int] = []
+    for index in range(tokens):
+        depths = [LAYERS] * len(prompt) + [plan.depth(place) for place in range(1, index + 1)]
+        scores = logits_of(model, plan, prompt + answer, depths).float()
+        for token, bias in asked.get("logit_bias", {}).items():
+            scores[token] += bias
+        for token, count in Counter(answer).items():
+            scores[token] -= asked.get("frequency_penalty", 0) * count + asked.get("presence_penalty", 0)
+        if sampled:
+            scores = scores / SAMPLED["temperature"] + noise[index]
+        answer.append(int(scores.argmax()))
+    return answer
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> Windows:
+    return Windows(monkeypatch)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("asked", PENALISED.values(), ids=PENALISED)
+def test_penalties_and_biases_in_every_mode_alone_and_in_company(
+    asked: dict[str, Any], sampled: bool, windows: Windows
+) -> None:
+    model, drawn = tiny_model(), SAMPLED if sampled else {}
+    engine = dd.Engine(model, None, PLAN)
+    expected = {
+        mode: [by_hand(model, plan, prompt, 24, asked, sampled=sampled) for prompt in TEXTS]
+        for mode, plan in (("full", dd.Plan.full(LAYERS)), ("decay", PLAN))
+    }
+    expected["lossless"] = expected["full"]
+    plain = engine.generate(TEXTS, 24, mode="full", **drawn)
+    assert [result.token_ids for result in plain] != expected["full"]  # there is something to see
+    for prompt, answer in zip(TEXTS, expected["full"], strict=True):
+        windows.knows(prompt, answer)
+    for mode, answers in expected.items():
+        alone = [engine.generate([prompt], 24, mode=mode, **asked, **drawn)[0] for prompt in TEXTS]
+        assert [result.token_ids for result in alone] == answers
+        assert mode != "lossless" or sum(result.drafted for result in alone) > 0
+        together = engine.generate(TEXTS, 24, mode=mode, **asked, **drawn)
+        assert [result.token_ids for result in together] == answers
+
+
+@pytest.mark.parametrize("mode", ["full", "decay", "lossless"])
+def test_rows_with_other_penalties_and_biases_do_not_mix(mode: str, windows: Windows) -> None:
+    """One prompt, every kind of setting, in one batch whose rows come one after the other."""
+    model, plan = tiny_model(), PLAN if mode == "decay" else None
+    engine = dd.Engine(model, None, PLAN)
+    batcher = Batcher(engine, BatchSettings(max_batch=12, prefill_tokens=6, cohort_seconds=0))
+    asks = [{**asked, **drawn} for asked in [{}, *PENALISED.values()] for drawn in ({}, SAMPLED)]
+    expected = [by_hand(model, plan or dd.Plan.full(LAYERS), TEXTS[0], 16, ask, sampled="seed" in ask) for ask in asks]
+    for answer in expected:
+        windows.knows(TEXTS[0], answer)
+    said: dict[int, list[int | None]] = {}
+    for ask in asks:
+        said[submit(batcher, TEXTS[0], 16, plan, mode, **ask)] = []
+        for update in batcher.step():
+            said[update.id].append(update.token)
+    for update in run_dry(batcher):
+        said[update.id].append(update.token)
+    assert list(said.values()) == expected
+    assert mode != "lossless" or batcher.counters.accepted > 0  # rows that are only biased draft
+
+
+def test_a_tokens_score_falls_by_its_count_and_once() -> None:
+    scores = torch.zeros(2, 6)
+    text = torch.tensor([[1, 1, 2, 2, 3], [1, 1, 4, 4, 4]])
+    changed = AnswerPenalties(2, 0.5, 0.25)(text, scores)
+    assert changed.tolist() == [[0, 0, -1.25, -0.75, 0, 0], [0, 0, 0, 0, -1.75, 0]]
+    assert AnswerPenalties(5, 0.5, 0.25)(text, scores) is scores  # before the first token
+    assert LogitBias({5: 2.0, 0: -1.0}, torch.device("cpu"))(text, scores).tolist() == [[-1, 0, 0, 0, 0, 2]] * 2
+    assert not scores.any()

@@ -15,10 +15,12 @@ import torch
 from saved_model import save_tiny_chat_model
 from typer.testing import CliRunner
 
+import depthdecay as dd
 from depthdecay import Plan
 from depthdecay.cli import app
 from depthdecay.engine.engine import Engine, Result
 from depthdecay.errors import DepthDecayError
+from depthdecay.evaluation import evaluate as module
 from depthdecay.evaluation.answers import (
     Answerer,
     Answers,
@@ -29,9 +31,9 @@ from depthdecay.evaluation.answers import (
     end_tokens,
     first_stop,
 )
-from depthdecay.evaluation.evaluate import EvaluationSettings, block_influence, evaluate
+from depthdecay.evaluation.evaluate import EvaluationSettings, block_influence, run_evaluation
 from depthdecay.evaluation.methods import MethodPlan, checked_speedups, chosen_methods
-from depthdecay.evaluation.report import compare, executed_cost_speedup, make_row
+from depthdecay.evaluation.report import EvaluationReport, compare, executed_cost_speedup, make_row
 from depthdecay.evaluation.task import Example, Score, Task, TaskOptions
 from depthdecay.evaluation.work_file import WorkFile
 from depthdecay.model.layers import LayerStack
@@ -92,7 +94,7 @@ OWN_PLAN = Plan.decay(LAYERS, 0.9, drop_order=[4, 3, 5, 2])
 
 
 def test_every_method_is_run_at_the_budget_and_compared(tiny: LoadedModel) -> None:
-    report = evaluate(tiny, Letters(TaskOptions()), SETTINGS, OWN_PLAN)
+    report = run_evaluation(tiny, Letters(TaskOptions()), SETTINGS, OWN_PLAN)
     rows = {row.method: row for row in report.rows}
     assert list(rows) == ["full", "depthdecay", *PEERS]
     assert rows["full"].layers_executed == LAYERS * rows["full"].tokens
@@ -167,7 +169,7 @@ def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypat
         Letters(TaskOptions()),
         EvaluationSettings(("full", "depthdecay", "unified"), (1.5,), over_tokens=12, batch=3),
     )
-    undisturbed = evaluate(tiny, task, few, OWN_PLAN)
+    undisturbed = run_evaluation(tiny, task, few, OWN_PLAN)
     whole, number = Engine.generate, 0
 
     def interrupted(engine: Engine, *arguments: Any, **settings: Any) -> Any:
@@ -180,17 +182,17 @@ def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypat
     monkeypatch.setattr(Engine, "generate", interrupted)
     result = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
-        evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+        run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     file = tmp_path / "r.json.partial.jsonl"
     assert len(file.read_text().splitlines()) == 5
     with file.open("a") as torn:  # killed in the middle of a line
         torn.write('{"key": "x", "numb')
-    again = evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+    again = run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     assert number == 6 + 3 * 3 - 5
     assert [row.correct for row in again.rows] == [row.correct for row in undisturbed.rows]
     assert [row.layers_executed for row in again.rows] == [row.layers_executed for row in undisturbed.rows]
     # All is there now, so a third run asks nothing.
-    evaluate(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
+    run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     assert number == 6 + 3 * 3 - 5
 
 
@@ -204,9 +206,9 @@ def test_nothing_is_taken_over_from_another_run(
         EvaluationSettings(("depthdecay",), batch=4, max_new_tokens=5),
         OWN_PLAN,
     )
-    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    run_evaluation(tiny, task, settings, plan, work=WorkFile(work))
     calls.clear()
-    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    run_evaluation(tiny, task, settings, plan, work=WorkFile(work))
     assert calls == []
     if change == "plan":
         plan = Plan.decay(LAYERS, 0.8, drop_order=[4, 3, 5, 2])
@@ -219,7 +221,7 @@ def test_nothing_is_taken_over_from_another_run(
     else:
         other = load(save_tiny_chat_model(tmp_path / "other", seed=1, max_position_embeddings=2048), device="cpu")
         tiny = other
-    evaluate(tiny, task, settings, plan, work=WorkFile(work))
+    run_evaluation(tiny, task, settings, plan, work=WorkFile(work))
     assert calls
 
 
@@ -286,7 +288,7 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
     plan = replace(OWN_PLAN, notes={"block_influence": noted})
     settings = EvaluationSettings(("full", "shortgpt"), (1.5,), over_tokens=12)
     with pytest.raises(DepthDecayError, match=r"block_influence is .* shortgpt needs 8 finite numbers") as refused:
-        evaluate(tiny, Letters(TaskOptions()), settings, plan)
+        run_evaluation(tiny, Letters(TaskOptions()), settings, plan)
     assert "\n" not in str(refused.value)
     assert calls == []
 
@@ -294,7 +296,6 @@ def test_layer_scores_that_are_none_are_refused_before_anything_runs(
 def test_repairs_are_read_once_a_row_whatever_the_lengths(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthdecay.evaluation import evaluation as module
     from depthdecay.model.costs import cost_speedup
 
     def nothing(start: int, end: int) -> Repair:
@@ -331,7 +332,7 @@ def test_lossless_answers_as_full_depth_does_once_for_all_budgets(tiny: LoadedMo
     settings = EvaluationSettings(
         ("unified", "lossless", "full"), (1.2, 1.5), over_tokens=12, batch=3, max_new_tokens=40
     )
-    report = evaluate(tiny, Letters(TaskOptions()), settings, plan)
+    report = run_evaluation(tiny, Letters(TaskOptions()), settings, plan)
     assert [row.title for row in report.rows] == ["full", "lossless", "unified 1.2x", "unified 1.5x"]
     full, lossless, unified = report.rows[:3]
     assert (lossless.correct, lossless.tokens, lossless.measures["share"]["values"]) == (
@@ -363,10 +364,12 @@ def test_a_cut_lossless_answer_took_its_share_of_the_passes() -> None:
 
 def test_lossless_and_full_answers_are_kept_apart(tiny: LoadedModel, tmp_path: Path, calls: list[int]) -> None:
     work, task = tmp_path / "w.jsonl", Letters(TaskOptions())
-    evaluate(tiny, task, EvaluationSettings(("full",), batch=7, max_new_tokens=5), work=WorkFile(work))
-    first = evaluate(tiny, task, EvaluationSettings(("lossless",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    run_evaluation(tiny, task, EvaluationSettings(("full",), batch=7, max_new_tokens=5), work=WorkFile(work))
+    first = run_evaluation(
+        tiny, task, EvaluationSettings(("lossless",), batch=7, max_new_tokens=5), work=WorkFile(work)
+    )
     assert calls == [7, 7]
-    again = evaluate(
+    again = run_evaluation(
         tiny, task, EvaluationSettings(("full", "lossless"), batch=7, max_new_tokens=5), work=WorkFile(work)
     )
     assert calls == [7, 7]
@@ -374,23 +377,25 @@ def test_lossless_and_full_answers_are_kept_apart(tiny: LoadedModel, tmp_path: P
 
 
 def test_lossless_is_no_peer_of_ours(tiny: LoadedModel) -> None:
-    report = evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "lossless", "depthdecay")), OWN_PLAN)
+    report = run_evaluation(
+        tiny, Letters(TaskOptions()), EvaluationSettings(("full", "lossless", "depthdecay")), OWN_PLAN
+    )
     assert report.comparisons == []
-    assert chosen_methods(["lossless"], None, has_plan=False) == ("lossless",)
+    assert chosen_methods(["lossless"], (), has_plan=False) == ("lossless",)
 
 
 # What is run
 
 
 def test_what_is_run_by_default() -> None:
-    assert chosen_methods(None, None, has_plan=True) == ("full", "depthdecay")
-    assert chosen_methods(None, None, has_plan=False) == ("full",)
+    assert chosen_methods(None, (), has_plan=True) == ("full", "depthdecay")
+    assert chosen_methods(None, (), has_plan=False) == ("full",)
     assert chosen_methods(None, ["1.5"], has_plan=False) == ("full", "middle-out")
     assert checked_speedups(["1.5", "1.25", "1.50"]) == (1.5, 1.25)
 
 
 def test_a_plan_without_budgets_is_run_as_it_stands(tiny: LoadedModel) -> None:
-    report = evaluate(
+    report = run_evaluation(
         tiny, Letters(TaskOptions()), EvaluationSettings(("full", "depthdecay"), over_tokens=12), OWN_PLAN
     )
     assert [(row.method, row.asked_speedup) for row in report.rows] == [("full", None), ("depthdecay", None)]
@@ -399,16 +404,85 @@ def test_a_plan_without_budgets_is_run_as_it_stands(tiny: LoadedModel) -> None:
 
 def test_a_plan_for_another_model_is_refused_before_anything_runs(tiny: LoadedModel, calls: list[int]) -> None:
     with pytest.raises(DepthDecayError, match="for 12 layers"):
-        evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "depthdecay")), Plan.decay(12, 0.9))
+        run_evaluation(tiny, Letters(TaskOptions()), EvaluationSettings(("full", "depthdecay")), Plan.decay(12, 0.9))
     assert calls == []
 
 
 def test_a_prompt_too_long_for_the_context_is_refused(tiny: LoadedModel) -> None:
     with pytest.raises(DepthDecayError, match=r"longest prompt .* context of 2048"):
-        evaluate(tiny, Letters(TaskOptions()), EvaluationSettings(max_new_tokens=2040))
+        run_evaluation(tiny, Letters(TaskOptions()), EvaluationSettings(max_new_tokens=2040))
+
+
+# From Python
+
+
+def test_a_task_of_ones_own_is_evaluated_by_a_plain_call(tiny: LoadedModel) -> None:
+    own = dd.evaluate(tiny, Letters(TaskOptions()), OWN_PLAN, over_tokens=12, batch=3)
+    assert [row.title for row in own.rows] == ["full", "depthdecay"]
+    settings = EvaluationSettings(("full", "depthdecay"), over_tokens=12, batch=3)
+    assert untimed(own) == untimed(run_evaluation(tiny, Letters(TaskOptions()), settings, OWN_PLAN))
+
+
+def untimed(report: EvaluationReport) -> dict[str, Any]:
+    """A report but for its times."""
+    timed = ("seconds", "ms_per_step", "tokens_per_second", "wall_clock")
+    values = report.to_dict()
+    rows = [{k: v for k, v in row.items() if not any(word in k for word in timed)} for row in values["rows"]]
+    return values | {"rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"methods": ["best"]}, "no method 'best'"),
+        ({"methods": ["depthdecay"]}, "give it with plan"),
+        ({"methods": ["unified"]}, "add speedups"),
+        ({"speedups": [0.5]}, "speedups holds 0.5"),
+        ({"over_tokens": 0}, "over_tokens is 0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"limit": 3}, "limit is for a task given by its name"),
+        ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"plan": "no-such-plan.json"}, "no plan at"),
+        ({"result_file": "/no/such/folder/x.json"}, "cannot write"),
+    ],
+)
+def test_bad_values_are_refused_by_pythons_names_before_a_model_is_loaded(
+    given: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(DepthDecayError, match=complaint) as caught:
+        dd.evaluate("no/such-model", Letters(TaskOptions()), **given)
+    assert "--" not in str(caught.value)
 
 
 # The command
+
+
+def test_the_command_only_calls_evaluate(
+    tiny_folder: str, gsm8k: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", tiny_folder, "--device", "cpu", "--task", "gsm8k", "--data", gsm8k, "--limit", "3", "-n", "6"]
+    result = run(*words, "--methods", "full,unified", "--speedups", "1.5", "--json", str(tmp_path / "typed.json"))
+    assert result.exit_code == 0, result.output
+    given: dict[str, Any] = {"limit": 3, "max_new_tokens": 6, "methods": ["full", "unified"], "speedups": [1.5]}
+    called = tmp_path / "called.json"
+    report = dd.evaluate(tiny_folder, "gsm8k", data=gsm8k, device="cpu", result_file=called, **given)
+    typed = json.loads((tmp_path / "typed.json").read_text())
+    assert [row["correct"] for row in typed["rows"]] == [row.correct for row in report.rows]
+    assert [row["layers_executed"] for row in typed["rows"]] == [row.layers_executed for row in report.rows]
+    assert typed["settings"] == report.settings == json.loads(called.read_text())["settings"]
+
+    seen: list[Any] = []
+
+    def noted(*given: Any, **named: Any) -> None:
+        seen.append((given, named))
+        raise DepthDecayError("that is enough")
+
+    monkeypatch.setattr(module, "evaluate", noted)
+    assert run(*words, "--mode", "lossless", "--over", "12").exit_code == 2
+    assert seen[0][0][0] == tiny_folder
+    assert seen[0][1]["methods"] == ("full", "lossless")
+    assert seen[0][1]["over_tokens"] == 12
 
 
 def test_help_and_refusals_do_not_import_torch() -> None:

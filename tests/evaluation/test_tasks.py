@@ -130,9 +130,9 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
 def test_unknown_tasks_and_useless_options_are_refused() -> None:
     with pytest.raises(DepthDecayError, match="no task 'mmlu'; expected one of gsm8k"):
         open_task("mmlu", TaskOptions())
-    with pytest.raises(DepthDecayError, match="--subtasks means nothing to the task gsm8k"):
+    with pytest.raises(DepthDecayError, match="subtasks means nothing to the task gsm8k"):
         open_task("gsm8k", TaskOptions(subtasks=("snarks",)))
-    with pytest.raises(DepthDecayError, match="--limit is 0"):
+    with pytest.raises(DepthDecayError, match="limit is 0"):
         TaskOptions(limit=0)
     with pytest.raises(DepthDecayError, match="8 worked examples"):
         open_task("gsm8k", TaskOptions(shots=9))
@@ -167,7 +167,7 @@ def test_the_hub_serves_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
         raise ConnectionError("no\nnetwork")
 
     library.load_dataset = broken  # type: ignore[attr-defined]
-    with pytest.raises(DepthDecayError, match=r"cannot be loaded \(no network\); give --data"):
+    with pytest.raises(DepthDecayError, match=r"cannot be loaded \(no network\); give GSM8K's test"):
         open_task("gsm8k", TaskOptions())
 
 
@@ -233,9 +233,9 @@ def test_bbh_subtasks_can_be_chosen(bbh: Path) -> None:
 
 
 def test_bbh_says_what_is_missing(bbh: Path, tmp_path: Path) -> None:
-    with pytest.raises(DepthDecayError, match="bbh needs --data"):
+    with pytest.raises(DepthDecayError, match="bbh needs data"):
         open_task("bbh", TaskOptions())
-    with pytest.raises(DepthDecayError, match=r"no navigate\.txt in .*--prompts-dir"):
+    with pytest.raises(DepthDecayError, match=r"no navigate\.txt in .*prompts_dir"):
         open_task("bbh", TaskOptions(str(bbh), prompts_dir=str(tmp_path)))
     (bbh / "navigate.json").write_text(json.dumps({"examples": [{"input": "a", "target": "b"}, {"input": "a"}]}))
     with pytest.raises(DepthDecayError, match="example 2 lacks 'target'"):

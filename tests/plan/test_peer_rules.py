@@ -60,14 +60,14 @@ def test_constant_rules_take_the_nearest_depth(rule, speedup, over_tokens):
         (("shortgpt", 28, 1.2, 256), "needs 28 scores"),
         (("shortgpt", 28, 1.2, 256, [0.1] * 27), "given: 27"),
         (("constant", 28, 0.9, 256), "at least 1"),
-        (("constant", 28, float("nan"), 256), "speed-up"),
+        (("constant", 28, float("nan"), 256), "speedup"),
         (("constant", 28, 20, 256), "cannot be reached by the constant rule"),
         (("skipdecode", 28, 2.5, 256), "cannot be reached by the skipdecode rule"),
         (("unified", 28, 1.2, 0), "over_tokens"),
         (("unified", 0, 1.2, 10), "num_layers"),
         (("unified", 1, 1.2, 10), "num_layers"),
         (("skipdecode", 1, 1.2, 10), "core_head"),
-        (("full", 28, "fast", 10), "speed-up"),
+        (("full", 28, "fast", 10), "speedup"),
     ],
 )
 def test_bad_input_is_refused(arguments, expected):

@@ -265,7 +265,7 @@ def test_solved_alpha_is_short():
 
 @pytest.mark.parametrize("speedup", [0.99, 0, -1, math.nan, math.inf, "fast", None, True])
 def test_bad_speedups_are_refused(speedup):
-    with pytest.raises(DepthDecayError, match="speed-up"):
+    with pytest.raises(DepthDecayError, match="speedup"):
         solve_alpha(30, speedup, 256, 0, 4)
 
 

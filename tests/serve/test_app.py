@@ -217,6 +217,18 @@ def test_the_least_temperatures_take_the_likeliest_token(server: Running) -> Non
     assert len(texts) == 1
 
 
+def test_a_message_is_text_unless_the_server_was_told_otherwise(server: Running, engine: Engine) -> None:
+    """`</s>` is one token where it is read as such, and four characters where it is text."""
+
+    def prompt_tokens(asked: Running, content: str) -> int:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return int(post(asked, body, "/v1/chat/completions").json()["usage"]["prompt_tokens"])
+
+    assert prompt_tokens(server, "a</s>b") == prompt_tokens(server, "a1234b")
+    with running(engine, BATCH, control_tokens_in_content=True) as other:
+        assert prompt_tokens(other, "a</s>b") == prompt_tokens(other, "a1b")
+
+
 def test_a_line_break_is_a_prompt(server: Running) -> None:
     assert post(server, {"prompt": "\n", "max_tokens": 2}).status_code == 200
 
@@ -272,10 +284,14 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
     ask = {"prompt": "abcabc", "max_tokens": 24, "temperature": 0, "depth_decay": {"mode": "lossless"}}
     with running(engine, BATCH) as server:
         whole = post(server, ask).json()
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**ask, "stream": True}, timeout=PATIENCE
-        ) as response:
-            last = json.loads(events_of(response)[-2])["depth_decay"]
+        streamed = {**ask, "stream": True, "depth_decay": {"mode": "lossless", "depths": True}}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=streamed, timeout=PATIENCE) as response:
+            chunks = [json.loads(event)["depth_decay"] for event in events_of(response)[:-1]]
+            last = chunks[-1]
+        sources = [source for chunk in chunks for source in chunk["draft_depths"]]
+        assert (sources.count(0), sources.count(None)) == (last["accepted"], 24 - last["accepted"])
+        assert LAYERS <= chunks[0]["layer_passes"] <= chunks[-1]["layer_passes"] == last["layers_executed"]
+        assert post(server, {**streamed, "stream": False}).json()["depth_decay"]["draft_depths"] == [sources]
         told = httpx.get(f"{server.url}/metrics").text
         plain = post(server, {**ask, "logprobs": 0}).json()["depth_decay"]
     assert whole["choices"][0]["text"] == full.text
@@ -285,7 +301,7 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
         assert 1 + account["verifications"] + account["accepted"] == 24
         assert account["layer_speedup"] > 1.0
         assert "ran_as" not in account
-    drafted = float(whole["depth_decay"]["drafted"] + last["drafted"])
+    drafted = float(whole["depth_decay"]["drafted"] + 2 * last["drafted"])
     assert f"depthdecay_drafted_tokens_total {drafted}" in told
     assert f"depthdecay_accepted_tokens_total {drafted}" in told
     assert (plain["ran_as"], plain["drafted"], plain["acceptance"]) == ("full", 0, None)
@@ -307,7 +323,16 @@ def test_models(client: Any) -> None:
     [
         ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "frequency_penalty": 1}, "frequency_penalty"),
+        ({"prompt": "a", "echo": 0}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, None),
+        ({"prompt": "a", "frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"prompt": "a", "presence_penalty": "0"}, "presence_penalty"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"99999": 1}}, None),
+        ({"prompt": "a", "user": 5}, "user"),
         ({"prompt": "a", "depth_decay": {"ladder": [1]}}, "depth_decay.ladder"),
         ({"prompt": "a", "depth_decay": {"alpha": 0}}, "depth_decay.alpha"),
         ({"prompt": "a", "depth_decay": {"alpha": 0.9, "speedup": 1.1}}, "depth_decay"),
@@ -347,13 +372,77 @@ def test_bad_requests_say_what_is_wrong(server: Running, body: Any, param: str |
 
 def test_chat_parameters_that_are_not_supported(server: Running) -> None:
     messages = [{"role": "user", "content": "a"}]
-    for extra in ({"response_format": {"type": "json_object"}}, {"tool_choice": "auto"}, {"audio": {}}):
+    asks: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"audio": {}},
+        {"modalities": ["text", "audio"]},
+        {"store": True},
+        {"store": 0},
+        {"service_tier": "flex"},
+        {"reasoning_effort": "low"},
+    ]
+    for extra in asks:
         body = {"messages": messages, **extra}
         assert_problem(post(server, body, "/v1/chat/completions"), 400, next(iter(extra)), "unsupported_parameter")
     for wrong in ([], [{"role": "tool", "content": "a"}], [{"role": "user"}], [{"role": "user", "content": None}]):
         assert_problem(post(server, {"messages": wrong}, "/v1/chat/completions"), 400)
     both = {"messages": messages, "max_tokens": 1, "max_completion_tokens": 1}
     assert "two names" in assert_problem(post(server, both, "/v1/chat/completions"), 400)
+
+
+def test_values_that_ask_for_nothing_are_taken(server: Running) -> None:
+    """What clients send without being asked: OpenAI's defaults, and labels for what is not kept here."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    plain = post(server, body, "/v1/chat/completions").json()["choices"]
+    nothing = {
+        **{"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "n": 1, "seed": None, "user": "me"},
+        **{"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": [], "function_call": "auto"},
+        **{"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "service_tier": "auto"},
+        **{"store": False, "metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y", "audio": None},
+    }
+    for name, value in nothing.items():
+        answer = post(server, {**body, name: value}, "/v1/chat/completions")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == plain
+    assert post(server, {**body, **nothing}, "/v1/chat/completions").json()["choices"] == plain
+    # An answer as a client sends it back.
+    turn = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "tool_calls": [], "audio": None}
+    again = {**body, "messages": [*body["messages"], turn, {"role": "user", "content": "c"}]}  # type: ignore[misc]
+    assert post(server, again, "/v1/chat/completions").status_code == 200
+    streamed = {**body, "stream": True, "stream_options": {"include_obfuscation": False}}
+    assert post(server, streamed, "/v1/chat/completions").status_code == 200
+
+
+def test_a_completion_as_langchain_asks_for_it(server: Running) -> None:
+    """`langchain_openai.OpenAI` sends all of its defaults with every prompt."""
+    body = {"model": "tiny", "prompt": ["abc"], "max_tokens": 8, "temperature": 0.7, "top_p": 1, "seed": 3}
+    extra = {"frequency_penalty": 0, "presence_penalty": 0, "n": 1, "logprobs": None, "best_of": 1}
+    answer = post(server, {**body, **extra, "echo": False, "suffix": ""})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == post(server, body).json()["choices"]
+
+
+@pytest.mark.parametrize("mode", ["full", "decay", "lossless"])
+@pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_penalties_and_biases_are_the_engines_own(
+    client: Any, engine: Engine, mode: str, drawn: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {"frequency_penalty": 1.2, "presence_penalty": 0.6}
+    biases = {100: 5.0, 101: -100.0}
+    alone = engine.generate(["abc"], 20, mode=mode, chat=False, logit_bias=biases, **asked, **drawn)[0]
+    assert alone.token_ids != engine.generate(["abc"], 20, mode=mode, chat=False, **drawn)[0].token_ids
+    answer = client.completions.create(
+        model="tiny",
+        prompt="abc",
+        max_tokens=20,
+        logit_bias={str(token): bias for token, bias in biases.items()},
+        extra_body={"depth_decay": {"mode": mode}},
+        **asked,
+        **drawn,
+    )
+    assert answer.choices[0].text == alone.text
 
 
 def test_an_unknown_model_path_or_method(server: Running) -> None:

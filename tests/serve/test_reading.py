@@ -34,6 +34,8 @@ USER = {"role": "user", "content": "a"}
         (CompletionRequest, {"prompt": "a", "stop": [""] * MANY}, "stop.0"),
         (CompletionRequest, {"prompt": "a", "stop": "a" * MANY}, "stop"),
         (CompletionRequest, {"prompt": "a", "model": "a" * MANY}, "model"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(n): 0 for n in range(MANY)}}, "logit_bias"),
+        (ChatRequest, {"messages": [USER], "metadata": {str(n): 0 for n in range(MANY)}}, "metadata"),
         (CompletionRequest, {"prompt": "a", **{str(n): n for n in range(MANY)}}, None),
         (CompletionRequest, {"prompt": "a", "depth_decay": {str(n): n for n in range(MANY)}}, "depth_decay"),
     ],

@@ -87,6 +87,10 @@ def random_asks(
                 settings["top_p"] = 0.9
         if generator.random() < 0.2:
             settings["repetition_penalty"] = 1.3
+        if number % 5 == 3:
+            settings |= {"frequency_penalty": 1.5, "presence_penalty": -0.5}
+        if number % 5 == 4:
+            settings["logit_bias"] = dict.fromkeys(range(3, 40), 2.0)
         asks.append(
             {
                 "prompt": [generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(1, 25))],
@@ -102,7 +106,7 @@ def random_asks(
 def alone(model: Any, ask: dict[str, Any], repairs: Repairs | None) -> list[tuple[int, int]]:
     settings = {name: value for name, value in ask.items() if name not in ("prompt", "tokens", "plan", "mode")}
     plan = ask["plan"]
-    engine = Engine(model, None, plan, repairs=repairs if plan is not None else None)
+    engine = Engine(model, None, plan, repairs=repairs if plan is not None else None, compile=False)
     mode = "decay" if ask["mode"] == "decay" else "full"
     result = engine.generate([ask["prompt"]], ask["tokens"], mode=mode, **settings)[0]
     return list(zip(result.token_ids, result.depths, strict=True))
@@ -121,7 +125,7 @@ def check_random_arrivals(
 ) -> Batcher:
     """Requests come at random steps, some are given up on the way; the others get what they get alone."""
     generator = random.Random(seed)
-    batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs), settings)
+    batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs, compile=False), settings)
     coming = random_asks(generator, 12, modes, plans)
     if windows is not None:
         for ask in (ask for ask in coming if ask["mode"] == "lossless"):

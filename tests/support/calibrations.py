@@ -1,11 +1,13 @@
-"""A calibration that takes seconds: few prompts, small maps."""
+"""A calibration that takes seconds: few prompts, small maps; and texts to record without one."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from tiny_models import LAYERS, PROMPTS
 
 import depthdecay as dd
+from depthdecay.calibration.continuations import Continuation
 from depthdecay.calibration.fit import FitSettings
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.model.repairs import Repair, Repairs
@@ -48,3 +50,21 @@ SMALL = CalibrationSettings(
 
 def token_prompts(count: int = 60) -> list[list[int]]:
     return np.random.default_rng(0).integers(3, 90, (count, 6)).tolist()
+
+
+ORDER = [3, 4, 6, 1]
+
+
+def decaying_plan() -> dd.Plan:
+    return dd.Plan.decay(LAYERS, alpha=0.93, drop_order=ORDER, min_layers=4)
+
+
+def texts_of(engine: dd.Engine, tokens: int = 24) -> list[Continuation]:
+    prompts = [list(prompt) for prompt in PROMPTS]
+    results = engine.generate(prompts, tokens, eos_token_id=None)
+    return [Continuation(tuple(p), tuple(r.token_ids)) for p, r in zip(prompts, results, strict=True)]
+
+
+def random_texts(count: int, tokens: int, vocabulary: int = 90) -> list[Continuation]:
+    numbers = np.random.default_rng(0).integers(3, vocabulary, (count, 6 + tokens)).tolist()
+    return [Continuation(tuple(row[: 4 + i % 3]), tuple(row[6:])) for i, row in enumerate(numbers)]

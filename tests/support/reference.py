@@ -32,13 +32,13 @@ def reference_tokens(model: Any, plan: Plan, prompt: list[int], new_tokens: int)
     for index in range(new_tokens):
         # Position p < len(prompt) is the prompt, at full depth; position len(prompt) + i - 1 is the pass of T_i.
         depth_of = [plan.num_layers] * len(prompt) + [plan.depth(i) for i in range(1, index + 1)]
-        logits = _logits(model, plan, text, depth_of)
+        logits = logits_of(model, plan, text, depth_of)
         depths.append(plan.depth(index))
         text.append(int(logits.argmax()))
     return text[len(prompt) :], depths
 
 
-def _logits(model: Any, plan: Plan, text: list[int], depth_of: list[int]) -> torch.Tensor:
+def logits_of(model: Any, plan: Plan, text: list[int], depth_of: list[int]) -> torch.Tensor:
     handles = []
     for number, layer in enumerate(decoder_layers(model)):
         runs = torch.tensor([number in plan.layers(depth) for depth in depth_of])[None, :, None]

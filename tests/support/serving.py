@@ -65,7 +65,7 @@ def running(
     **settings: Any,
 ) -> Iterator[Running]:
     worker = Worker(Batcher(engine, batch), max_waiting=max_waiting, timeout_seconds=timeout_seconds)
-    app = make_app(worker, ServeSettings(model_name="tiny", **settings))
+    app = make_app(worker, ServeSettings(**{"model_name": "tiny", **settings}))
     server = Server(app, worker, limits or ConnectionLimits(client_seconds=PATIENCE), grace_seconds)
     sockets = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=(sockets,))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from depthdecay.batching.drafting import BatchDrafting, RowDrafts
+from depthdecay.batching.admission import Admission
+from depthdecay.batching.drafting import BatchDrafting
+from depthdecay.batching.intake import Intake
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
-from depthdecay.batching.row import BatchRow
-from depthdecay.engine.engine import MODES, Engine
+from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_in_own_passes, read_within_step
+from depthdecay.batching.row import BatchRow, from_the_start
+from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import UNENDING, Request, prepare_request
-from depthdecay.engine.result import AnswerInProgress, Result
-from depthdecay.engine.sampling import Sampler, alike, pick_tokens, rows_of, sequence_keys
+from depthdecay.engine.result import Result
+from depthdecay.engine.sampling import Sampler, pick_tokens, rows_of
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import require_eval
@@ -29,7 +30,6 @@ from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Usage, blocks_for
 
 logger = logging.getLogger("depthdecay.batching")
 
-PROMPT_ROWS = 64  # a step of graphs has room for so many tokens of prompts beside a full batch: weights take longer
 DEFAULT_POSITIONS = 4096  # for models that set no bound
 
 
@@ -61,6 +61,8 @@ class Update:
     token: int | None = None
     depth: int = 0
     text: str = ""
+    draft_depth: int | None = None  # as in Result.draft_depths
+    layer_passes: int = 0  # as in Result, up to this token
     logprobs: Logprobs | None = None
     finished: bool = False
     result: Result | None = None  # with the last update
@@ -81,17 +83,6 @@ class Counters:
     accepted: int = 0
     errors: int = 0  # rows that were given up
     failed_passes: int = 0  # also those whose rows ran when they were repeated in halves
-
-
-@dataclass
-class CohortPace:
-    """How long passes take, for the choice of cohorts: seconds of a step, and of one layer with one row."""
-
-    step: float = 0.0
-    lone_layer: float = 0.0
-
-    def saw(self, seconds: float) -> None:
-        self.step = seconds if not self.step else 0.9 * self.step + 0.1 * seconds
 
 
 class Batcher:
@@ -126,11 +117,12 @@ class Batcher:
         if engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
-        self.waiting: deque[BatchRow] = deque()
+        self.intake = Intake(engine, self.blocks, self.repairs, self.drafting, self.max_positions)
+        self.admission = Admission(self.blocks, self.settings.max_batch, self.settings.cohort_seconds)
+        self.waiting = self.admission.waiting
+        self.pace = self.admission.pace
         self.rows: list[BatchRow] = []
         self.counters = Counters()
-        self.pace = CohortPace()
-        self._ids = itertools.count()
 
     def warm_up(self) -> None:
         """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
@@ -143,14 +135,15 @@ class Batcher:
                 if update.error is not None:
                     raise update.error
             seconds = time.perf_counter() - started
-        self.counters, self.pace = Counters(), CohortPace(lone_layer=seconds / self.stack.num_layers)
+        self.counters = Counters()
+        self.pace.step, self.pace.lone_layer = 0.0, seconds / self.stack.num_layers
         self._time_rows()
 
     def _time_rows(self) -> None:
         """What a step takes by its number of rows: 1, 2, 4, … of one text, as drafts are."""
         pace, rows, one = self.drafting.pace, 1, 0.0
         while rows <= min(self.settings.draft_rows, self.max_positions):
-            needs = _all_of(self.blocks.needs(self.engine.full_plan, rows, 1))
+            needs = from_the_start(self.blocks.needs(self.engine.full_plan, rows, 1))
             if not self.blocks.can_hold(needs):
                 break
             slot = self.blocks.enter(needs)
@@ -178,78 +171,9 @@ class Batcher:
     ) -> list[int]:
         """Let a request wait for its place: an id for each of its prompts. `into`: their results and
         samplers, where the caller has made them."""
-        plan = self._plan_for(plan, mode)
-        if request.stopping_criteria:
-            raise DepthDecayError("stopping_criteria are not asked within a batch; use Engine.generate with them")
-        keys = sequence_keys(request.seed, request.prompts) if request.seed is not None else []
-        sequences = []
-        for number, prompt in enumerate(request.prompts):
-            limit = request.own_limits[number]
-            needs = self._needs(prompt, plan, limit)
-            if into is not None:
-                result, sampler = into[number]
-            else:
-                result = Result.of(self.stack.num_layers, prompt, request, mode)
-                sampler = Sampler(
-                    self.stack.model,
-                    request.generation_config,
-                    torch.tensor([prompt], device=self.engine.device),
-                    logits_processor=request.logits_processor,
-                    keys=keys[number : number + 1],
-                    max_new_tokens=limit,
-                )
-            row = AnswerInProgress(result, self.engine.tokenizer, request)
-            # What looks at the text so far, or is told of every token, goes token by token.
-            can_draft = logprobs is None and alike(sampler) is not None
-            sequences.append(
-                BatchRow(
-                    id=next(self._ids),
-                    prompt=prompt,
-                    plan=plan,
-                    row=row,
-                    sampler=sampler,
-                    new_tokens=limit,
-                    logprobs=logprobs,
-                    depths=plan.depths(limit),
-                    needs=needs,
-                    submitted=self.clock(),
-                    drafts=RowDrafts(prompt, request, can_draft, self.drafting.found) if mode == "lossless" else None,
-                )
-            )
-        self.waiting.extend(sequences)
-        return [sequence.id for sequence in sequences]
-
-    def _plan_for(self, plan: Plan | None, mode: str) -> Plan:
-        if mode not in MODES:
-            raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
-        if mode != "decay":
-            return self.engine.full_plan  # every layer, so nested with any ladder
-        plan = plan or self.engine.plan
-        if plan is None:
-            raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
-        served = self.engine.drafting_plan
-        if plan.ladder.num_layers != served.num_layers or not _nested(plan, served):
-            raise DepthDecayError(
-                "the plan drops layers in another order than the served one; one batch has one ladder"
-            )
-        if self.repairs.at_depth:
-            self.repairs.check(plan, self.stack.hidden_size)
-        return plan
-
-    def _needs(self, prompt: Sequence[int], plan: Plan, new_tokens: int) -> dict[int, list[int]]:
-        length = len(prompt) + new_tokens
-        if length > self.max_positions:
-            raise DepthDecayError(
-                f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}, but texts here have at most "
-                f"{self.max_positions}; ask for fewer tokens"
-            )
-        needs = self.blocks.needs(plan, len(prompt), new_tokens)
-        if not self.blocks.can_ever_hold(_all_of(needs)):
-            raise DepthDecayError(
-                f"a prompt of {len(prompt)} tokens with an answer of {new_tokens} needs more keys and values than this "
-                "server has room for; ask for fewer tokens"
-            )
-        return needs
+        rows = self.intake.rows_of(request, plan, mode, self.clock(), logprobs=logprobs, into=into)
+        self.waiting.extend(rows)
+        return [row.id for row in rows]
 
     def cancel(self, sequence_id: int) -> bool:
         """Forget a sequence, wherever it is; False where it has ended already."""
@@ -272,12 +196,11 @@ class Batcher:
 
     def step(self) -> list[Update]:
         """Admit, read a piece of the prompts, then one pass for all that decode: a token each, a draft, or several."""
-        self._admit()
+        self.rows += self.admission.admit(self.rows, self.clock)
         updates: list[Update] = []
         within = self._within_step()
         if not within:
-            reading = self._chunk()
-            if reading:
+            for reading in read_in_own_passes(self.rows, self.settings.prefill_tokens):
                 updates += self._pass(reading)
         decoding = [row for row in self.rows if not row.in_prompt]
         self._draft(decoding, within)
@@ -294,31 +217,6 @@ class Batcher:
         self.counters.steps += 1
         return updates
 
-    def _admit(self) -> None:
-        """First come, first served: one that is too big for now holds up those behind it, so it is never starved."""
-        if self._waits_for_cohort():
-            return
-        while self.waiting and self.blocks.can_hold(_all_of(self.waiting[0].needs)):
-            sequence = self.waiting.popleft()
-            sequence.slot = self.blocks.enter(_all_of(sequence.needs))
-            self.rows.append(sequence)
-
-    def _waits_for_cohort(self) -> bool:
-        """Whether new rows should wait for others of their age.
-
-        A new row makes layers run that the batch has dropped. One that comes d seconds later keeps them running
-        for d longer; both together would not. So waiting saves every row the share of its time that those layers take,
-        and costs each waiting row all of it. Once more wait than that, or the first has waited long enough, all enter.
-        """
-        if not self.rows or not self.waiting or not self.pace.step:
-            return False
-        room = self.settings.max_batch - len(self.rows)
-        if len(self.waiting) >= room or self.clock() - self.waiting[0].submitted >= self.settings.cohort_seconds:
-            return False
-        idle = self.stack.num_layers - max(row.depth for row in self.rows)
-        share = min(1.0, idle * self.pace.lone_layer / self.pace.step)
-        return share * len(self.rows) > len(self.waiting)
-
     def _draft(self, decoding: Sequence[BatchRow], within: Sequence[BatchRow]) -> None:
         """Let lossless rows draft as far as the step has room for it."""
         room = self.settings.draft_rows
@@ -327,37 +225,8 @@ class Batcher:
         self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
     def _within_step(self) -> list[BatchRow]:
-        """Rows whose prompts are read on within the step, where that runs as graphs and they are not much to read."""
-        reading = [row for row in self.rows if row.in_prompt]
-        rest = sum(len(row.prompt) - row.length for row in reading)
-        if self.runner.graphs is None or rest > 4 * PROMPT_ROWS:  # a pass of their own is faster then
-            return []
-        room = self.runner.graphs.rows - (len(self.rows) - len(reading))
-        chosen = []
-        for row in reading:
-            row.share = min(len(row.prompt) - row.length, room)
-            room -= row.share
-            if row.share:
-                chosen.append(row)
-        return chosen
-
-    def _chunk(self) -> list[BatchRow]:
-        """Rows whose prompts are read on now: of similar length, since short ones are filled up to the longest."""
-        reading = [row for row in self.rows if row.in_prompt]
-        if not reading:
-            return []
-        budget = self.settings.prefill_tokens
-        first = min(len(reading[0].prompt) - reading[0].length, budget)  # the oldest is always among them
-        chosen, longest = [reading[0]], first
-        others = ((min(len(row.prompt) - row.length, budget), row) for row in reading[1:])
-        for count, row in sorted(others, key=lambda pair: abs(pair[0] - first)):
-            if max(longest, count) * (len(chosen) + 1) > budget:
-                break
-            chosen.append(row)
-            longest = max(longest, count)
-        for row in chosen:
-            row.share = budget
-        return chosen
+        graphs = self.runner.graphs
+        return [] if graphs is None else read_within_step(self.rows, graphs.rows)
 
     def _pass(self, rows: Sequence[BatchRow]) -> list[Update]:
         """Run a pass; where it fails, halves of it, until only the rows that cannot run are left out.
@@ -471,6 +340,15 @@ class Batcher:
         text = row.row.take(token, depth)
         self.counters.tokens += 1
         now, result = self.clock(), row.row.result
+        told = Update(
+            row.id,
+            token,
+            depth,
+            text,
+            draft_depth=result.draft_depths[-1] if row.drafts is not None else None,
+            layer_passes=result.layer_passes,
+            logprobs=logprobs,
+        )
         if row.first_token is None:
             row.first_token = now
         if row.index >= row.new_tokens and not row.row.finished:
@@ -479,11 +357,11 @@ class Batcher:
             text += row.row.finish_text()
             result.seconds, result.prefill_seconds = now - row.submitted, row.first_token - row.submitted
             self._leave(row)
-            return Update(row.id, token, depth, text, logprobs, finished=True, result=result)
+            return replace(told, text=text, finished=True, result=result)
         if row.depth < depth:
             self.blocks.drop(row.slot, row.plan.dropped(row.depth))
             self.blocks.promise(row.slot, row.needs[row.depth])
-        return Update(row.id, token, depth, text, logprobs)
+        return told
 
     def _failed(self, row: BatchRow, error: Exception) -> Update:
         self.counters.errors += 1
@@ -494,15 +372,6 @@ class Batcher:
         if row in self.rows:
             self.rows.remove(row)
             self.blocks.leave(row.slot)
-
-
-def _all_of(needs: dict[int, list[int]]) -> list[int]:
-    """From the first token on."""
-    return next(iter(needs.values()))
-
-
-def _nested(plan: Plan, served: Plan) -> bool:
-    return all(ours == theirs for ours, theirs in zip(plan.ladder.drop_order, served.ladder.drop_order, strict=False))
 
 
 def _refuse_unsupported(engine: Engine) -> None:

@@ -26,6 +26,7 @@ class BatchRow:
     needs: dict[int, list[int]]  # blocks of each kind, from where it comes to a depth to its end
     submitted: float
     drafts: RowDrafts | None = None  # in lossless mode
+    overtaken: int = 0  # by rows that came later and fitted into the cache when it did not
     slot: int = -1
     length: int = 0  # positions read so far and certain
     share: int = 0  # of its prompt's tokens, how many its next pass reads at most
@@ -51,6 +52,16 @@ class BatchRow:
     @property
     def in_prompt(self) -> bool:
         return self.length < len(self.prompt)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of its prompt that are still to be read."""
+        return len(self.prompt) - self.length
+
+    @property
+    def most_blocks(self) -> list[int]:
+        """Blocks of each kind that it holds at most, from its first token on."""
+        return from_the_start(self.needs)
 
     @property
     def reads_its_text(self) -> bool:
@@ -93,3 +104,8 @@ class BatchRow:
             result.accepted += len(sources) - 1
             self.length += len(sources) - 1
         return sources
+
+
+def from_the_start(needs: dict[int, list[int]]) -> list[int]:
+    """The blocks that `KVBlocks.needs` names first: those of the whole text."""
+    return next(iter(needs.values()))

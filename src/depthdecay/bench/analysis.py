@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from depthdecay.bench.drawing import Chart
 from depthdecay.bench.figures import (
     THIS_PLAN,
-    Chart,
     QualityPoint,
     depth_chart,
     influence_chart,

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from depthdecay.arguments import whole_number
+from depthdecay.bench.contenders import (
+    Contender,
+    Decode,
+    decoding,
+    measure_in_rounds,
+    times_as_fast,
+    transformers_decoding,
+)
+from depthdecay.bench.shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
-from depthdecay.errors import DepthDecayError, failure
+from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.load import LoadedModel
 from depthdecay.plan.plan import Plan
+from depthdecay.result_files import require_writable, write_result
 
-# True shapes, to be filled with random weights: right for speed, useless for text.
-_SIZES = (
-    *("model_type", "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
-)
-SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(_SIZES, sizes, strict=True))
-    for name, *sizes in (
-        ("llama-2-7b", "llama", 32000, 4096, 4096, 11008, 32, 32, 32, False),
-        ("llama-2-13b", "llama", 32000, 4096, 5120, 13824, 40, 40, 40, False),
-        ("llama-2-70b", "llama", 32000, 4096, 8192, 28672, 80, 64, 8, False),
-        ("qwen2.5-1.5b", "qwen2", 151936, 32768, 1536, 8960, 28, 12, 2, True),
-        ("tiny", "llama", 512, 512, 64, 128, 8, 4, 2, False),
-    )
-}
-
-Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers where they are counted
+USUAL_SPEEDUP = "1.25"
 METHODS = ("generate", "generate-static", "full", "decay")
 _TITLES = {
     "generate": "transformers generate",
@@ -82,22 +78,82 @@ class DecodingReport:
         return asdict(self)
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of a true shape with random weights, made on the device itself."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+def depth_to_measure(asked: Plan | DepthSettings | str | os.PathLike[str] | None, new_tokens: int) -> DepthSettings:
+    """What was asked for, with its file read, or a usual speed-up; either holds over the tokens that are decoded."""
+    depth = DepthSettings.of(asked)
+    if not depth.given:
+        depth = DepthSettings(speedup=USUAL_SPEEDUP)
+    if depth.speedup is not None and depth.over_tokens is None:
+        depth = replace(depth, over_tokens=new_tokens)
+    return replace(depth, plan=depth.stored())
 
-    if shape not in SHAPES:
-        raise DepthDecayError(f"unknown shape '{shape}'; known are {', '.join(SHAPES)}")
-    settings = dict(SHAPES[shape])
-    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    finally:
-        torch.set_default_dtype(before)
-    return model.to(dtype).eval()
+
+def plan_to_measure(depth: DepthSettings, loaded: LoadedModel) -> Plan:
+    plan = depth.choose(LayerStack.of(loaded.model), loaded.name)
+    assert plan is not None
+    return plan
+
+
+def benchmark(
+    model: str | LoadedModel | None = None,
+    plan: Plan | DepthSettings | str | os.PathLike[str] | None = None,
+    *,
+    shape: str | None = None,
+    new_tokens: int = 256,
+    prompt_tokens: int = 32,
+    batch: int = 1,
+    rounds: int = 3,
+    methods: Sequence[str] | None = None,
+    compile: bool = True,
+    result_file: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> DecodingReport:
+    """Measure decoding speed: transformers' generate, full depth and decay in the same run.
+
+        report = dd.benchmark("smollm2-135m", "my-plan", new_tokens=128)
+        report.ratios["decay against generate"]
+        dd.benchmark(shape="llama-2-7b")  # random weights in a true shape
+
+    Without a plan, a layer speed-up of 1.25 over the tokens that are decoded.
+    `methods` are some of generate, generate-static, full and decay; without, all that fit the device. A `result_file`
+    gets the report with machine and versions. `device` and `dtype` are for a shape, or a model given by its name.
+
+    Lossless mode has a bench of its own in `depthdecay.bench.lossless`, a CPU's precisions in `depthdecay.bench.cpu`,
+    and what single passes cost in `depthdecay.bench.step_costs`.
+    """
+    check_source(model, shape)
+    whole_number("new_tokens", new_tokens, 2)
+    for name, value in (("prompt_tokens", prompt_tokens), ("batch", batch), ("rounds", rounds)):
+        whole_number(name, value, 1)
+    _check_methods(methods or ())
+    depth = depth_to_measure(plan, new_tokens)
+    require_writable(result_file)
+    say = progress or (lambda message: None)
+    loaded = load_model_or_shape(model, shape, device, dtype, say)
+    # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
+    fitting = [name for name in METHODS if loaded.model.device.type == "cuda" or name != "generate-static"]
+    report = run_bench(
+        loaded.model,
+        loaded.shown_name,
+        plan_to_measure(depth, loaded),
+        new_tokens=new_tokens,
+        prompt_tokens=prompt_tokens,
+        batch=batch,
+        rounds=rounds,
+        methods=fitting if methods is None else methods,
+        compile_layers=compile,
+        progress=say,
+    )
+    write_result(result_file, report.to_dict())
+    return report
+
+
+def _check_methods(methods: Sequence[str]) -> None:
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise ArgumentError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}", "methods")
 
 
 def run_bench(
@@ -114,9 +170,7 @@ def run_bench(
     progress: Callable[[str], None] = lambda message: None,
 ) -> DecodingReport:
     """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(METHODS)}")
+    _check_methods(methods)
     stack = LayerStack.of(model)
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:
@@ -151,49 +205,6 @@ def run_bench(
     return report
 
 
-@dataclass
-class Contender:
-    """One way to decode, and its measured rounds."""
-
-    title: str
-    decode: Decode
-    seconds: list[float] = field(default_factory=list)
-    setup_seconds: float = 0.0
-    layers_executed: int | None = None
-    memory: int = 0  # on CUDA
-    error: str | None = None
-
-    def set_up(self) -> None:
-        """The first run: compilation, capture and warm-up, timed as a whole."""
-        started = time.perf_counter()
-        self.measure(keep=False)
-        self.setup_seconds = time.perf_counter() - started
-
-    def measure(self, keep: bool = True) -> None:
-        if self.error is not None:
-            return
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            seconds, self.layers_executed = self.decode()
-        except Exception as error:
-            self.error = failure(error)
-            return
-        if torch.cuda.is_initialized():
-            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
-        if keep:
-            self.seconds.append(seconds)
-
-
-def measure_in_rounds(contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None]) -> None:
-    """Everybody once a round, so that neighbours in time can be compared with each other."""
-    for number in range(rounds):
-        for contender in contenders:
-            progress(f"round {number + 1} of {rounds}: {contender.title}")
-            contender.measure()
-
-
 def _decoding(
     method: str, model: Any, plan: Plan, prompts: torch.Tensor, new_tokens: int, compile_layers: bool
 ) -> Decode:
@@ -203,41 +214,6 @@ def _decoding(
         return decoding(engine, method, prompts, new_tokens)
     static = {"cache_implementation": "static"} if method == "generate-static" else {}
     return transformers_decoding(model, prompts, new_tokens, **static)
-
-
-def decoding(engine: Engine, mode: str, prompts: torch.Tensor, new_tokens: int) -> Decode:
-    """Ours. Greedy as the peers are; random weights have no end of text."""
-
-    def decode() -> tuple[float, int | None]:
-        with never_ending(engine.stack.model):
-            results = engine.generate(prompts.tolist(), new_tokens, mode=mode, do_sample=False)
-        shortest = min(len(result.token_ids) for result in results)
-        if shortest != new_tokens:
-            raise DepthDecayError(f"decoding ended after {shortest} of {new_tokens} tokens")
-        return results[0].decode_seconds, results[0].layers_executed
-
-    return decode
-
-
-def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **settings: Any) -> Decode:
-    """generate's. A run of one token is the prompt's pass and its own preparation; the rest is decoding."""
-
-    def generate(count: int) -> float:
-        mask = torch.ones_like(prompts)
-        synchronize(prompts.device)
-        started = time.perf_counter()
-        with torch.no_grad():
-            output = model.generate(prompts, attention_mask=mask, max_new_tokens=count, do_sample=False, **settings)
-        synchronize(prompts.device)
-        assert output.shape[1] == prompts.shape[1] + count
-        return time.perf_counter() - started
-
-    def decode() -> tuple[float, int | None]:
-        with never_ending(LayerStack.of(model).model):
-            first = generate(1)
-            return generate(new_tokens) - first, None
-
-    return decode
 
 
 def _row(
@@ -280,14 +256,6 @@ def _ratios(contenders: dict[str, Contender]) -> dict[str, float]:
     return {name: speed[0] for name, speed in pairs.items() if speed is not None}
 
 
-def times_as_fast(contender: Contender, other: Contender | None) -> list[float] | None:
-    """Median, least and most over rounds, where both have some."""
-    if other is None or contender.error is not None or other.error is not None:
-        return None
-    ratios = [theirs / ours for theirs, ours in zip(other.seconds, contender.seconds, strict=True)]
-    return [statistics.median(ratios), min(ratios), max(ratios)]
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """GB/s that a large copy moves on this machine, bytes read and written both counted."""
     size = 2**32 if device.type == "cuda" else 2**28
@@ -306,15 +274,3 @@ def copy_bandwidth(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return 2 * size / best / 1e9
-
-
-@contextlib.contextmanager
-def never_ending(model: Any) -> Iterator[None]:
-    """Every method decodes the full length: the end of text is taken out of the settings for a while."""
-    config = model.generation_config
-    before, pad = config.eos_token_id, config.pad_token_id
-    config.eos_token_id, config.pad_token_id = None, 0
-    try:
-        yield
-    finally:
-        config.eos_token_id, config.pad_token_id = before, pad

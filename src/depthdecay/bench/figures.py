@@ -1,22 +1,16 @@
-"""Figures: plain numbers in; PNG, SVG and CSV out, the same bytes for the same numbers. matplotlib draws them all."""
+"""The charts: what each shows of plain numbers, in colours that all figures agree on."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
-import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from depthdecay.errors import DepthDecayError
-from depthdecay.files import write_whole
+from depthdecay.bench.drawing import INK, Chart
 
-INK, GRID = "#3b4252", "#d8dde6"
 FIRST, SECOND = "#0072b2", "#d55e00"
 _SHADES = ("#8fbcdb", "#4a96c9", "#0072b2", "#00456e")  # of the decay's blue: one rule at several speeds
 _DROPPED = "#f3cfb0"
@@ -37,42 +31,6 @@ _METHOD_STYLES = {
 }
 _OTHER_STYLES = (("#9a8c00", "<"), ("#117a65", ">"), ("#a0194f", "p"))
 THIS_PLAN = "this plan"  # the label of the plan that a page is about, among others
-_WIDTH = 6.0  # inches: 600 px at the 100 dots an inch that the font sizes are made for
-_PNG_DPI = 200
-_RC = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so it is there on every machine
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",
-    "figure.constrained_layout.use": True,
-}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One figure: its file name, its numbers as a table, and how to draw them on a matplotlib Figure."""
-
-    name: str
-    header: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-    draw: Callable[[Any], None]
-    height: float = 3.3
 
 
 @dataclass(frozen=True)
@@ -89,28 +47,11 @@ class QualityPoint:
     n: int
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is there; it comes with the extra [plot]."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def require_drawing() -> None:
-    if not can_draw():
-        raise DepthDecayError("figures need matplotlib, which is not installed; pip install depthdecay[plot]")
-
-
 def method_style(method: str) -> tuple[str, str]:
     """Colour and marker of a method: fixed by its name, so that all figures agree."""
     if method in _METHOD_STYLES:
         return _METHOD_STYLES[method]
     return _OTHER_STYLES[zlib.crc32(method.encode()) % len(_OTHER_STYLES)]
-
-
-# The charts.
 
 
 def perplexity_chart(perplexity: Sequence[float], entropy: Sequence[float]) -> Chart:
@@ -283,50 +224,6 @@ def quality_chart(points: Sequence[QualityPoint]) -> Chart:
     header = ("panel", "method", "layer_speedup", "accuracy", "difference", "low", "high", "n")
     rows = [(p.panel, p.method, p.speedup, p.accuracy, p.difference, p.low, p.high, p.n) for p in points]
     return Chart("speed_and_quality", header, rows, draw, height=1.2 + 2.5 * len(panels))
-
-
-# Their files.
-
-
-def write_chart(folder: Path, chart: Chart) -> list[Path]:
-    """Write NAME.csv, NAME.png and NAME.svg; a file that is there is whole."""
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([chart.header, *chart.rows])
-    contents = {"csv": table.getvalue().encode(), "png": _render(chart, "png"), "svg": _render(chart, "svg")}
-    return [write_file(folder / f"{chart.name}.{ending}", content) for ending, content in contents.items()]
-
-
-def inline_svg(chart: Chart) -> str:
-    """The chart as an <svg> element for a page: its text in the page's colour, its ids apart from other charts'."""
-    text = _render(chart, "svg", transparent=True).decode()
-    text = text[text.index("<svg") :].strip()
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
-    text = re.sub(r'( id="|url\(#|href="#)', rf"\1{chart.name}-", text)
-    # Without a fixed size it fits the page's width; the viewBox keeps the proportions.
-    return re.sub(r'^(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", text))
-
-
-def write_file(path: Path, content: str | bytes) -> Path:
-    try:
-        return write_whole(path, content)
-    except OSError as error:
-        raise DepthDecayError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _render(chart: Chart, ending: str, transparent: bool = False) -> bytes:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Dates, versions and random ids would make every run another file.
-    metadata = {"Software": None} if ending == "png" else dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    content = io.BytesIO()
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style must not change what a figure shows
-        matplotlib.rcParams.update(_RC | {"svg.hashsalt": chart.name})
-        figure = Figure(figsize=(_WIDTH, chart.height))
-        chart.draw(figure)
-        figure.savefig(content, format=ending, dpi=_PNG_DPI, metadata=metadata, transparent=transparent)
-    return content.getvalue()
 
 
 # What several charts share.

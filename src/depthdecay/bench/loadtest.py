@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from depthdecay.arguments import whole_number
-from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.serve.hosts import is_loopback
 
 MOST_REQUESTS = 100_000
@@ -45,17 +45,18 @@ class Load:
         whole_number("concurrency", self.concurrency, 1, MOST_CONCURRENCY)
         whole_number("max_tokens", self.max_tokens, 1)
         if self.arrival not in ("closed", "poisson"):
-            raise DepthDecayError(f"arrival is '{self.arrival}'; expected closed or poisson")
+            raise ArgumentError(f"arrival is '{self.arrival}'; expected closed or poisson", "arrival")
         if not 0 < self.rate <= 10_000:
-            raise DepthDecayError(f"rate is {self.rate}; expected requests a second, above 0 and at most 10000")
+            raise ArgumentError(f"rate is {self.rate}; expected requests a second, above 0 and at most 10000", "rate")
         if not 0 <= self.hang_up <= 1:
-            raise DepthDecayError(f"hang_up is {self.hang_up}; expected a share from 0 to 1")
+            raise ArgumentError(f"hang_up is {self.hang_up}; expected a share from 0 to 1", "hang_up")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DepthDecayError(f"url is '{self.url}'; expected one such as http://127.0.0.1:8000")
+            raise ArgumentError(f"url is '{self.url}'; expected one such as http://127.0.0.1:8000", "url")
         if not self.allow_remote and not is_loopback(parts.hostname):
-            raise DepthDecayError(
-                f"{parts.hostname} is another machine; load it only where you may, and say so with --allow-remote"
+            raise ArgumentError(
+                f"{parts.hostname} is another machine; load it only where you may, and say so with allow_remote",
+                "allow_remote",
             )
 
 

@@ -2,81 +2,111 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from depthdecay.arguments import whole_number
+from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
+from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.result import Result
-from depthdecay.errors import DepthDecayError, NotCapturable, failure
-from depthdecay.model.devices import synchronize
+from depthdecay.errors import ArgumentError, failure
+from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
-from depthdecay.runners.contract import Ask, Part
-from depthdecay.speculative.drafters import Lane
-from depthdecay.speculative.expected_gain import Pace, StepCosts
-from depthdecay.speculative.host_lane import HostLane
+from depthdecay.plan.shelf import drafter_of, shipped_plan
+from depthdecay.prompt_files import Prompts, prompts_for
+from depthdecay.result_files import require_writable, write_result
 
-PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
 SAVE_EVERY = 10.0  # seconds
 WARM_UPS = 6
-Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
 
 
-@dataclass
-class Divergence:
-    """Where an answer leaves full depth's, and by how little full depth had decided there.
+def benchmark_lossless(
+    model: str | LoadedModel,
+    prompts: Prompts,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    *,
+    task: str | None = None,
+    limit: int = 20,
+    compared: int | None = None,
+    new_tokens: int = 256,
+    peers: Sequence[str] | None = None,
+    assistant: str | LoadedModel | None = None,
+    compile: bool = True,
+    result_file: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LosslessReport:
+    """Measure lossless mode and its peers in transformers on prompts, each answer held against full depth.
 
-    The margin is between the two tokens' logits, in a plain pass of the model over the text that both share. `as_close`
-    is the share of that answer's tokens that win over the second best by no more.
+        report = benchmark_lossless("smollm2-135m", "prompts.jsonl", "my-plan")
+        {row.method: row.speedup for row in report.lossless_rows}
+
+    Drafters are layers by guess, the plan's ladder without its maps, and the plan as it is: the one to draft with where
+    one lies beside it, and for the embedded model its own where none is given. `prompts` are a .jsonl or .txt file or
+    a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate, prompt-lookup,
+    early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are slower, so
+    only the first `compared` prompts are theirs. A `result_file` gets what is known so far, now and then.
     """
+    whole_number("limit", limit, 1)
+    if compared is not None:
+        whole_number("compared", compared, 0)
+    whole_number("new_tokens", new_tokens, 2)
+    _check_peers(peers, assistant)
+    require_writable(result_file)
+    asked = prompts_for(prompts, task)
+    stored = DepthSettings.of(plan).stored()
+    drafter = None if stored is None else drafter_of(stored)
+    loaded = as_loaded(model, device=device, dtype=dtype)
+    helper = None
+    if assistant is not None:
+        own = {} if isinstance(assistant, LoadedModel) else {"device": device, "dtype": dtype}
+        helper = as_loaded(assistant, **own).model
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    report = run_lossless_bench(
+        loaded.model,
+        loaded.tokenizer,
+        loaded.shown_name,
+        [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
+        _drafters(drafter or shipped_plan(loaded.name)),
+        new_tokens=new_tokens,
+        peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
+        assistant=helper,
+        compile_layers=compile,
+        compared=compared,
+        progress=progress or (lambda message: None),
+        save=lambda part: write_result(result_file, part.to_dict()),
+    )
+    write_result(result_file, report.to_dict())
+    return report
 
-    prompt: int
-    token: int
-    margin: float
-    spacing: float  # of the number type at logits of this size: what one rounding can move
-    as_close: float
+
+def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
+    unknown = [peer for peer in peers or () if peer not in PEERS]
+    if unknown:
+        raise ArgumentError(f"peers holds '{unknown[0]}'; known are {', '.join(PEERS)}", "peers")
+    if assistant is not None and peers is not None and "assisted" not in peers:
+        given = ", ".join(peers) or "none"
+        raise ArgumentError(f"assistant is for the peer assisted, which peers {given} leaves out", "assistant", "peers")
 
 
-@dataclass
-class LosslessRow:
-    """One way to decode over all prompts. Seconds are of decoding; transformers' include the prompt's pass."""
-
-    method: str
-    prompts: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    tokens_per_second: float | None = None
-    speedup: float | None = None  # against our own full depth, prompt by prompt in turns
-    drafted: int = 0
-    accepted: int = 0
-    acceptance: float | None = None
-    tokens_per_verification: float | None = None
-    passes_per_token: float | None = None  # layer passes, in full-depth steps; its inverse is the ideal speed-up
-    realised: float | None = None
-    answers_that_differ: int = 0  # from full depth
-    differences: list[Divergence] = field(default_factory=list)
-    error: str | None = None
-    _verifications: int = 0
-    _passes: float = 0.0
-
-
-@dataclass
-class LosslessReport:
-    model: str
-    settings: dict[str, Any]
-    lossless_rows: list[LosslessRow]
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = [{k: v for k, v in asdict(row).items() if not k.startswith("_")} for row in self.lossless_rows]
-        return {"model": self.model, "settings": self.settings, "lossless_rows": rows}
+def _drafters(plan: Plan | None) -> dict[str, Plan | None]:
+    """By label, the best last."""
+    guessed: dict[str, Plan | None] = {"guessed layers": None}
+    if plan is None:
+        return guessed
+    if plan.repairs is None:
+        return guessed | {"calibrated": plan}
+    return guessed | {"calibrated": replace(plan, repairs=None), "calibrated and repaired": plan}
 
 
 def run_lossless_bench(
@@ -100,19 +130,17 @@ def run_lossless_bench(
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
     """
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise DepthDecayError(f"unknown method '{unknown[0]}'; known are {', '.join(PEERS)}")
+    _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
     compile = compile_layers and on_cuda
     engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
-    ways: dict[str, Way] = {"full": partial(_ours, full, new_tokens, "full")}
+    ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full")}
     for label, engine in engines.items():
-        ways[f"lossless, {label}"] = partial(_ours, engine, new_tokens, "lossless", lookup=False)
-        ways[f"lossless, {label} and lookup"] = partial(_ours, engine, new_tokens, "lossless", lookup=True)
+        ways[f"lossless, {label}"] = partial(our_answer, engine, new_tokens, "lossless", lookup=False)
+        ways[f"lossless, {label} and lookup"] = partial(our_answer, engine, new_tokens, "lossless", lookup=True)
     for peer in peers:
-        ways[f"transformers {peer}"] = partial(_transformers, model, new_tokens, peer, assistant)
+        ways[f"transformers {peer}"] = partial(transformers_answer, model, new_tokens, peer, assistant)
     best = f"lossless, {next(reversed(plans), None)}"
     main = ("full", best, f"{best} and lookup")
     if compared == 0:
@@ -133,10 +161,10 @@ def run_lossless_bench(
                 _attempted(rows[method], way, list(prompt))
 
     def report(done: int) -> LosslessReport:
-        _finish(full_alone, full_alone)
+        finish_row(full_alone, full_alone)
         for method, row in rows.items():
             row.prompts = done if compared is None or method in main else min(compared, done)
-            _finish(row, rows["full"] if row.prompts == done else full_alone)
+            finish_row(row, rows["full"] if row.prompts == done else full_alone)
         settings: dict[str, Any] = {
             "prompts": done,
             "compared": compared,
@@ -163,12 +191,12 @@ def run_lossless_bench(
             tokens, seconds, result = answer
             if method == "full":
                 expected = tokens
-            _add(row, tokens, seconds, result)
+            add_answer(row, tokens, seconds, result)
             if tokens != expected:
                 row.answers_that_differ += 1
-                row.differences += _difference(model, number, list(prompt), expected, tokens)
+                row.differences += divergence(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
-                _add(full_alone, tokens, seconds, result)
+                add_answer(full_alone, tokens, seconds, result)
         if time.monotonic() - saved > SAVE_EVERY:
             save(report(number + 1))
             saved = time.monotonic()
@@ -184,192 +212,3 @@ def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], f
             raise
         row.error = failure(error)
         return None
-
-
-def _ours(engine: Engine, tokens: int, mode: str, ids: list[int], **settings: Any) -> tuple[list[int], float, Result]:
-    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **PLAIN_GREEDY, **settings)
-    return result.token_ids, result.decode_seconds, result
-
-
-def _transformers(model: Any, tokens: int, peer: str, assistant: Any, ids: list[int]) -> tuple[list[int], float, None]:
-    options: dict[str, Any] = {}
-    if peer == "prompt-lookup":
-        options["prompt_lookup_num_tokens"] = 10
-    if peer == "early-exit":
-        layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-        options["assistant_early_exit"] = max(1, layers // 2)
-    if peer == "assisted":
-        if assistant is None:
-            raise DepthDecayError("assisted generation needs a smaller model; give one with --assistant")
-        options["assistant_model"] = assistant
-    given = torch.tensor([ids], device=model.device)
-    synchronize(given.device)
-    started = time.perf_counter()
-    with torch.no_grad(), _same_layers(model):
-        output = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, **PLAIN_GREEDY, **options
-        )
-    synchronize(given.device)
-    return output[0, len(ids) :].tolist(), time.perf_counter() - started, None
-
-
-@contextlib.contextmanager
-def _same_layers(model: Any) -> Iterator[None]:
-    """transformers' early exit writes another number of layers into the model's configuration, and where it then fails
-    (5.17's does, on taking a draft back) leaves it there: every later answer would come from half a model."""
-    config = model.config.get_text_config(decoder=True)
-    before = config.num_hidden_layers
-    try:
-        yield
-    finally:
-        config.num_hidden_layers = before
-
-
-@torch.no_grad()
-def _difference(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Divergence]:
-    place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
-    if place is None:  # one is the beginning of the other
-        return []
-    output = model(torch.tensor([ids + expected], device=model.device), logits_to_keep=len(expected) + 1)
-    logits = output.logits[0, :-1].float()
-    best, second = logits.topk(2).values.unbind(-1)
-    margin = float(logits[place, expected[place]] - logits[place, tokens[place]])
-    spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(float(best[place])), 1e-30)))
-    as_close = float((best - second <= abs(margin)).float().mean())
-    return [Divergence(number, place, round(margin, 5), spacing, round(as_close, 5))]
-
-
-def _add(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None) -> None:
-    row.tokens += len(tokens) - (result is not None)  # our first token comes with the prompt, which is not timed
-    row.seconds += seconds
-    if result is not None and result.mode == "lossless":
-        row.drafted += result.drafted
-        row.accepted += result.accepted
-        row._verifications += result.verifications
-        row._passes += result.layer_passes / result.num_layers - 1  # without the first token's, as for the tokens
-
-
-def _finish(row: LosslessRow, full: LosslessRow) -> None:
-    if row.error is not None or not row.tokens or not row.seconds:
-        return
-    row.tokens_per_second = row.tokens / row.seconds
-    if full.tokens_per_second:
-        row.speedup = row.tokens_per_second / full.tokens_per_second
-    if row._verifications:
-        row.acceptance = row.accepted / row.drafted if row.drafted else None
-        row.tokens_per_verification = row.tokens / row._verifications
-        row.passes_per_token = row._passes / row.tokens
-        if row.speedup is not None:
-            row.realised = row.speedup * row.passes_per_token
-
-
-VERIFIED = (2, 4, 8, 16)
-ACCEPTED = (0.7, 0.8, 0.9, 0.95)
-
-
-@dataclass
-class StepCostReport:
-    """What passes of lossless mode cost on a machine, in full-depth steps; from it follows the speed of any text."""
-
-    model: str
-    settings: dict[str, Any]
-    full_ms: float
-    drafts: dict[str, float]  # by depth
-    verifications: dict[str, float]  # by number of tokens
-    speedups: list[dict[str, float]]  # by depth and acceptance, with the window that is best there
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"step_costs": asdict(self)}
-
-
-def run_step_costs(
-    model: Any,
-    name: str,
-    *,
-    prompt_tokens: int = 128,
-    compile_layers: bool = True,
-    rounds: int = 5,
-    progress: Callable[[str], None] = lambda message: None,
-) -> StepCostReport:
-    """Time a draft step at a quarter, half and three quarters of the layers, and verifications of 2 to 16 tokens."""
-    on_cuda = torch.device(model.device).type == "cuda"
-    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    depths = sorted({max(1, layers * part // 4) for part in (1, 2, 3)})
-    plan = Plan.constant(layers, depths[0], core_head=1 if depths[0] > 1 else 0, core_tail=0)
-    engine = Engine(model, plan=plan, compile=compile_layers and on_cuda)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
-    request = prepare_request(engine, ids.tolist(), 64, PLAIN_GREEDY)
-    drafting, sampler = engine._prepared_drafting(), engine._sampler(request)
-    with torch.no_grad(), engine._lane(request.prompts[0], request, sampler, drafting) as lane:
-        lane.read(request.prompts[0])
-        lane.begin(0)
-        progress("timing passes")
-        pace = (
-            _paced_by_clock(lane, depths, rounds) if isinstance(lane, HostLane) else _paced(lane, drafting.pace, depths)
-        )
-    full = pace.verifications[1]
-    drafts = {depth: pace.drafts[depth] / full for depth in depths}
-    checks = {tokens: pace.verifications[tokens] / full for tokens in VERIFIED}
-    speedups = []
-    for depth, draft in drafts.items():
-        costs = StepCosts(draft, lambda tokens: _between({1: 1.0, **checks}, tokens))
-        for p in ACCEPTED:
-            window = costs.best(p, VERIFIED[-1] - 1)
-            speedups.append(
-                {"depth": depth, "acceptance": p, "drafts": window, "speedup": round(costs.rate(p, window), 3)}
-            )
-    settings = {
-        "layers": layers,
-        "prompt_tokens": prompt_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.device(model.device).type,
-        "short_head": engine._short_head is not None,
-    }
-    return StepCostReport(
-        name,
-        settings,
-        1000 * full,
-        {str(depth): round(cost, 4) for depth, cost in drafts.items()},
-        {str(tokens): round(cost, 4) for tokens, cost in checks.items()},
-        speedups,
-    )
-
-
-def _between(known: dict[int, float], tokens: int) -> float:
-    """What lies between two numbers of tokens that were timed."""
-    return float(np.interp(tokens, list(known), list(known.values())))
-
-
-def _paced(lane: Lane, pace: Pace, depths: Sequence[int]) -> Pace:
-    """Graphs are timed where they are captured."""
-    try:
-        for depth in depths:
-            lane.draft(depth, 0)
-            lane.begin(0)
-        for tokens in (1, *VERIFIED):
-            lane.verify(tokens - 1)
-            lane.begin(0)
-    except NotCapturable:
-        raise DepthDecayError("this model cannot run as CUDA graphs; its passes were not timed") from None
-    return pace
-
-
-def _paced_by_clock(lane: HostLane, depths: Sequence[int], rounds: int) -> Pace:
-    """Rounds over all passes, the least of each: what else a machine does falls on all alike."""
-    pace, layers = Pace(), lane.plan.num_layers
-
-    def seconds(depth: int, tokens: int, before: float | None, is_draft: bool) -> float:
-        part = Part(0, lane.length, [0] * tokens, depth, lane.plan, wanted=tokens)
-        started = time.perf_counter()
-        logits = lane.runner.run([part], Ask(short=lane.short_head if is_draft else None)).logits
-        synchronize(logits.device)
-        taken = time.perf_counter() - started
-        return taken if before is None else min(taken, before)
-
-    for _ in range(rounds):
-        for depth in depths:
-            pace.takes_to_draft(depth, seconds(depth, 1, pace.drafts.get(depth), True))
-        for tokens in (1, *VERIFIED):
-            pace.takes_to_verify(tokens, seconds(layers, tokens, pace.verifications.get(tokens), False))
-    return pace

@@ -1,4 +1,4 @@
-"""What calibration measures on: prompts from a file, and the full model's own greedy continuations of them."""
+"""What calibration measures on: prompts, dealt out, and the full model's own greedy continuations of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.errors import DepthDecayError
-from depthdecay.files import read_bytes
 from depthdecay.model.prompts import token_ids
-
-_FIELDS = ("messages", "prompt", "question", "text", "instruction")
 
 
 @dataclass(frozen=True)
@@ -25,48 +21,6 @@ class Continuation:
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-
-
-def read_prompts(path: str | Path) -> list[Any]:
-    """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
-    try:
-        lines = read_bytes(path, f"the prompts '{path}'").decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DepthDecayError(f"the prompts '{path}' are not UTF-8 text (byte {error.start})") from None
-    is_text = Path(path).suffix == ".txt"
-    prompts = [
-        line.strip() if is_text else _prompt_of(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise DepthDecayError(f"the file '{path}' holds no prompt")
-    return prompts
-
-
-def _prompt_of(line: str, where: str) -> Any:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DepthDecayError(f"{where} is not JSON ({error}); expected one object a line") from None
-    if isinstance(value, str):
-        value = {"prompt": value}
-    if not isinstance(value, dict):
-        raise DepthDecayError(f"{where} is {type(value).__name__}; expected an object with one of {', '.join(_FIELDS)}")
-    name = next((name for name in _FIELDS if value.get(name)), None)
-    if name is None:
-        raise DepthDecayError(f"{where} has none of the fields {', '.join(_FIELDS)}")
-    prompt = value[name]
-    if name == "messages":
-        good = isinstance(prompt, list) and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in prompt
-        )
-        if not good:
-            raise DepthDecayError(f"{where}: messages must be a list of objects with role and content")
-    elif not isinstance(prompt, str) or not prompt.strip():
-        raise DepthDecayError(f"{where}: {name} must be a text that is not empty")
-    return prompt
 
 
 @dataclass(frozen=True)

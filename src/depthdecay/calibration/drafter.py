@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from depthdecay.calibration.calibrated import Calibrated, with_figures
+from depthdecay.calibration.choice import Shape
 from depthdecay.calibration.drafted_texts import Drafts, can_simulate_drafts
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace
@@ -26,7 +28,7 @@ from depthdecay.speculative.expected_gain import LONGEST, Pace
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibrate import Calibrated, Calibration
+    from depthdecay.calibration.calibration import Calibration
 
 DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
 LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
@@ -55,8 +57,6 @@ def make_drafter(run: Calibration) -> Calibrated:
 
     Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
     """
-    from depthdecay.calibration.calibrate import Shape
-
     tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}
     for size in run.settings.maps[:2]:
@@ -67,8 +67,8 @@ def make_drafter(run: Calibration) -> Calibrated:
     lowest = min(found.depth for found in kept)
     plan = _at(run.ladder_plan, kept[0].depth, lowest)
     listed = [{**asdict(of), **asdict(found)} for of, all_found in tried.items() for found in all_found]
-    made = run.measured(
-        Goal(lossless=True), plan.num_layers / kept[0].depth, plan, repairs, size, Shape(kept[0].depth), listed
+    made = with_figures(
+        run, Goal(lossless=True), plan.num_layers / kept[0].depth, plan, repairs, size, Shape(kept[0].depth), listed
     )
     simulator = Simulator(_as_drafts(run.held_out))
     right = simulator.measure(_at(plan, kept[0].depth, kept[0].depth), repairs).agreement

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from depthdecay.calibration.fidelity import Fidelity
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 
 CONFIDENCE = 0.95
 
@@ -27,7 +27,8 @@ class Goal:
     def __post_init__(self) -> None:
         given = [value for value in (self.max_kl, self.max_agreement_loss, self.speedup) if value is not None]
         if len(given) + self.lossless != 1:
-            raise DepthDecayError("give one of --max-kl, --max-agreement-loss and --speedup")
+            names = ("max_kl", "max_agreement_loss", "speedup")
+            raise ArgumentError(f"give one of {', '.join(names[:2])} and {names[2]}", *names)
         if self.lossless:
             return
         if not (1 if self.speedup is not None else 0) < given[0] < math.inf:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from depthdecay.calibration.continuations import Continuation
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.kv_cache import PlannedCache, Prompt
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
@@ -128,5 +128,7 @@ def _record(stack: LayerStack, texts: Sequence[Continuation], columns: int) -> R
         later = prompt.position_ids[:, -1:] + 1 + torch.arange(columns, device=device)
         stack.run(LayerPass(run_layer=watch), tokens[:, :-1], mask, cache, later)
     if not all(torch.isfinite(states[-1][row]).all() for row in range(len(texts))):
-        raise DepthDecayError("the model's states are not finite numbers (NaN or infinity); try --dtype fp32 or bf16")
+        raise ArgumentError(
+            "the model's states are not finite numbers (NaN or infinity); try dtype fp32 or bf16", "dtype"
+        )
     return RecordedBatch(tokens[:, :-1], tokens[:, 1:], valid, calls, states)

@@ -7,17 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from depthdecay.bench.drawing import Chart, can_draw, inline_svg, write_file
 from depthdecay.bench.figures import (
     THIS_PLAN,
-    Chart,
-    can_draw,
     depth_chart,
     influence_chart,
-    inline_svg,
     kl_chart,
     ladder_chart,
     perplexity_chart,
-    write_file,
 )
 from depthdecay.errors import DepthDecayError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdecay.calibration.calibrate import Calibrated, Calibration
+from depthdecay.calibration.calibrated import Calibrated
+from depthdecay.calibration.calibration import Calibration
 from depthdecay.calibration.fidelity import Simulator, shown_positions
 from depthdecay.plan.plan import Plan
 

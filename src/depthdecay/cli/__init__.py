@@ -19,13 +19,14 @@ from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
 from depthdecay.cli.demo import demo
 from depthdecay.cli.eval import eval_command
+from depthdecay.cli.flags import in_flags
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
 from depthdecay.cli.loadtest import loadtest
 from depthdecay.cli.serve import serve
 from depthdecay.cli.vllm import app as vllm
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 
 __all__ = ["app", "main"]
 
@@ -41,6 +42,8 @@ class _OneLineErrors(TyperGroup):
             warnings.showwarning = _show_warning
             try:
                 return super().invoke(ctx)
+            except ArgumentError as error:
+                _fail(in_flags(error, self.commands.get(ctx.invoked_subcommand or "")))
             except DepthDecayError as error:
                 _fail(str(error))
             except KeyboardInterrupt:

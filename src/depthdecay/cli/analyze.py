@@ -14,7 +14,7 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.files import make_folder
 
 if TYPE_CHECKING:
-    from depthdecay.bench.figures import Chart
+    from depthdecay.bench.drawing import Chart
     from depthdecay.plan.plan import Plan
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
@@ -49,7 +49,8 @@ def analyze(
         raise DepthDecayError("--plan was given without --prompts, on which it would be measured")
 
     from depthdecay.bench.analysis import read_quality
-    from depthdecay.bench.figures import quality_chart, require_drawing
+    from depthdecay.bench.drawing import require_drawing
+    from depthdecay.bench.figures import quality_chart
 
     require_drawing()
     charts = [quality_chart(read_quality(files))] if files else []
@@ -74,7 +75,7 @@ def _measured(
     with working("preparing …") as say:
         from depthdecay.bench.analysis import analyze as measure
         from depthdecay.bench.analysis import charts, fitting_prompts
-        from depthdecay.calibration.continuations import read_prompts
+        from depthdecay.prompt_files import read_prompts
         from depthdecay.result_files import write_result
 
         texts = read_prompts(prompts)
@@ -94,7 +95,7 @@ def _measured(
 
 
 def _write(folder: Path, charts: list[Chart]) -> None:
-    from depthdecay.bench.figures import write_chart
+    from depthdecay.bench.drawing import write_chart
 
     console = out_console()
     with working("drawing …") as say:

@@ -2,146 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from depthdecay.cli import options as opt
-from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, refuse_ignored
-from depthdecay.cli.show import figures_table, working
+from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, Kind, refuse_ignored
+from depthdecay.cli.bench_tables import print_decoding, print_lossless, print_precisions, print_step_costs
+from depthdecay.cli.process import settle
+from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
-from depthdecay.result_files import require_writable, write_result
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from depthdecay.bench.cpu import CpuReport
-    from depthdecay.bench.decoding import DecodingReport, DecodingRow
-    from depthdecay.model.load import LoadedModel
-    from depthdecay.plan.plan import Plan
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
 
-def bench(
-    context: typer.Context,
+@dataclass(frozen=True)
+class SourceOptions:
+    """What is benched: a model or a shape, and where."""
+
     shape: Annotated[
         str | None,
         typer.Option(help="Random weights in a true shape: llama-2-7b, llama-2-13b, llama-2-70b, qwen2.5-1.5b, tiny."),
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Real weights instead of a shape.")] = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    quantize: opt.Quantize = None,
-    threads: opt.Threads = None,
+    ] = None
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Real weights instead of a shape.")] = None
+    device: opt.Device = None
+    dtype: opt.Dtype = None
+    quantize: opt.Quantize = None
+    threads: opt.Threads = None
+
+    def __post_init__(self) -> None:
+        opt.ModelOptions(quantize=self.quantize, threads=self.threads)  # which checks them
+
+    @property
+    def model_or_default(self) -> str:
+        return self.model or opt.DEFAULT_MODEL
+
+
+@dataclass(frozen=True)
+class MeasurementOptions:
+    """How much is measured, and of what."""
+
+    new_tokens: Annotated[int, _measurement(help="Tokens to decode.")] = 256
+    prompt_tokens: Annotated[int, _measurement(help="Length of the prompt.")] = 32
+    batch: Annotated[int, _measurement(help="Sequences in lock-step.")] = 1
+    rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3
+    methods: Annotated[str | None, _measurement(help="Some of generate,generate-static,full,decay; all that fit.")] = (
+        None
+    )
+    compile: Annotated[bool, _measurement(help="Compile the layers, on CUDA.")] = True
+
+
+@dataclass(frozen=True)
+class LosslessOptions:
+    """Lossless mode, and on what."""
+
+    mode: Annotated[str | None, typer.Option(metavar="lossless", help="Lossless mode and its peers, on --prompts.")] = (
+        None
+    )
+    prompts: Annotated[str | None, _measurement(help="For --mode lossless: a .jsonl or .txt file.")] = None
+    task: Annotated[
+        str | None, _measurement(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
+    ] = None
+    limit: Annotated[int, _measurement(help="Prompts of the file.")] = 20
+    compared: Annotated[
+        int | None, _measurement(help="Prompts for the peers, which are slower; 0 leaves them out.")
+    ] = None
+    peers: Annotated[
+        str | None,
+        _measurement(help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit."),
+    ] = None
+    assistant: Annotated[str | None, _measurement(help="A smaller model for transformers' assisted generation.")] = None
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in (self.mode, self.prompts, self.task, self.peers, self.assistant))
+
+
+@opt.grouped()
+def bench(
+    context: typer.Context,
+    *,
+    source: SourceOptions,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
     speedup: opt.Speedup = None,
     over: opt.Over = None,
-    new_tokens: Annotated[int, _measurement(help="Tokens to decode.")] = 256,
-    prompt_tokens: Annotated[int, _measurement(help="Length of the prompt.")] = 32,
-    batch: Annotated[int, _measurement(help="Sequences in lock-step.")] = 1,
-    rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3,
-    methods: Annotated[
-        str | None, _measurement(help="Some of generate,generate-static,full,decay; all that fit.")
-    ] = None,
-    compile: Annotated[bool, _measurement(help="Compile the layers, on CUDA.")] = True,
-    mode: Annotated[
-        str | None, typer.Option(metavar="lossless", help="Lossless mode and its peers, on --prompts.")
-    ] = None,
-    prompts: Annotated[str | None, _measurement(help="For --mode lossless: a .jsonl or .txt file.")] = None,
-    task: Annotated[
-        str | None, _measurement(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
-    ] = None,
-    limit: Annotated[int, _measurement(help="Prompts of the file.")] = 20,
-    compared: Annotated[
-        int | None, _measurement(help="Prompts for the peers, which are slower; 0 leaves them out.")
-    ] = None,
-    peers: Annotated[
-        str | None,
-        _measurement(help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit."),
-    ] = None,
-    assistant: Annotated[
-        str | None, _measurement(help="A smaller model for transformers' assisted generation.")
-    ] = None,
+    measured: MeasurementOptions,
+    lossless: LosslessOptions,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
 ) -> None:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
-    if any(given is not None for given in (mode, prompts, task, peers, assistant)):
-        if mode == "lossless" and shape is not None and prompts is None and model is None:
-            refuse_ignored(context, PASSES)
-            _bench_step_costs(shape, device, dtype, prompt_tokens, compile, json_file)
-            return
-        if mode != "lossless" or prompts is None or shape is not None:
+    kind = _kind(source, measured, lossless)
+    refuse_ignored(context, kind)
+    if over is not None and plan is None and alpha is None and speedup is None:
+        from depthdecay.bench.decoding import USUAL_SPEEDUP
+
+        speedup = USUAL_SPEEDUP
+    plans = opt.PlanOptions(plan, alpha, speedup, over)
+    if kind is SPEED:
+        _bench_decoding(source, plans, measured, json_file)
+    elif kind is PRECISIONS:
+        _bench_precisions(source, plans, measured, json_file)
+    elif kind is LOSSLESS:
+        _bench_lossless(source, plans, measured, lossless, json_file)
+    else:
+        _bench_step_costs(source, measured, json_file)
+
+
+def _kind(source: SourceOptions, measured: MeasurementOptions, lossless: LosslessOptions) -> Kind:
+    if lossless.given:
+        shape_alone = source.shape is not None and source.model is None and lossless.prompts is None
+        if lossless.mode == "lossless" and shape_alone:
+            return PASSES
+        if lossless.mode != "lossless" or lossless.prompts is None or source.shape is not None:
             raise DepthDecayError(
                 "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
             )
-        refuse_ignored(context, LOSSLESS)
-        options = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype)
-        chosen = None if peers is None else [] if peers.strip() == "none" else [p.strip() for p in peers.split(",")]
-        if assistant is not None and chosen is not None and "assisted" not in chosen:
-            raise DepthDecayError(f"--assistant is for the peer assisted, which --peers {peers} leaves out")
-        _bench_lossless(
-            options,
-            opt.PlanOptions(plan),
-            prompts,
-            task,
-            limit,
-            compared,
-            new_tokens,
-            chosen,
-            assistant,
-            compile,
-            json_file,
-        )
-        return
-    if shape is not None and model is not None:
-        raise DepthDecayError("--shape and --model were given together; bench one of them at a time")
-    opt.at_least(2, new_tokens=new_tokens)
-    opt.at_least(1, prompt_tokens=prompt_tokens, batch=batch, rounds=rounds)
-    require_writable(json_file)
-    if plan is None and alpha is None and speedup is None:
-        speedup = "1.25"
-    plan_options = opt.PlanOptions(plan, alpha, speedup, over)
-    if shape is None and methods is None and batch == 1 and dtype is None and _is_cpu(device):
-        refuse_ignored(context, PRECISIONS)
-        options = opt.ModelOptions(model or opt.DEFAULT_MODEL, "cpu", quantize=quantize, threads=threads)
-        _bench_cpu(options, plan_options, new_tokens, prompt_tokens, rounds, json_file)
-        return
-    refuse_ignored(context, SPEED)
-    stored = plan_options.load()
-    with working("preparing …") as say:
-        from transformers.utils import logging
-
-        from depthdecay.bench.decoding import METHODS, run_bench
-
-        logging.set_verbosity_error()
-        if shape is not None:
-            network, name = _random_model(shape, device, dtype, say), shape
-        else:
-            loaded = opt.ModelOptions(model or opt.DEFAULT_MODEL, device, dtype).load(quiet=True)
-            network, name = loaded.model, loaded.name
-        used: Plan | None = plan_options.choose(network, name, stored, new_tokens)
-        assert used is not None
-        # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
-        fitting = [method for method in METHODS if network.device.type == "cuda" or method != "generate-static"]
-        report = run_bench(
-            network,
-            name,
-            used,
-            new_tokens=new_tokens,
-            prompt_tokens=prompt_tokens,
-            batch=batch,
-            rounds=rounds,
-            methods=methods.split(",") if methods else fitting,
-            compile_layers=compile,
-            progress=say,
-        )
-    _print_report(report)
-    write_result(json_file, report.to_dict())
+        return LOSSLESS
+    plain = source.shape is None and source.dtype is None and measured.methods is None and measured.batch == 1
+    return PRECISIONS if plain and _is_cpu(source.device) else SPEED
 
 
 def _is_cpu(device: str | None) -> bool:
@@ -150,254 +131,102 @@ def _is_cpu(device: str | None) -> bool:
     return choose_device(device).type == "cpu"
 
 
-def _random_model(shape: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> Any:
-    import torch
-
-    from depthdecay.bench.decoding import random_model
-    from depthdecay.model.devices import choose_device, choose_dtype
-
-    place = choose_device(device)
-    number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    say(f"making {shape} with random weights")
-    return random_model(shape, place, number_type)
-
-
-def _bench_cpu(
-    options: opt.ModelOptions,
-    plan_options: opt.PlanOptions,
-    new_tokens: int,
-    prompt_tokens: int,
-    rounds: int,
-    json_file: str | None,
+def _bench_decoding(
+    source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
-    """Every precision, full and by the plan, between transformers and llama.cpp."""
-    stored = plan_options.load()
-    with working("preparing …", lasting=True) as say:
-        from dataclasses import replace
+    plan = plans.read()
+    with working("preparing …") as say:
+        settle()
+        from depthdecay.bench.decoding import benchmark
 
-        from depthdecay.bench.cpu import PRECISIONS, run_cpu_bench
-
-        def choose(loaded: LoadedModel) -> Plan:
-            chosen = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
-            assert chosen is not None
-            return chosen
-
-        one = {"none": PRECISIONS[:2], "int8": ("int8",), "int4": ("int4",)}
-        report = run_cpu_bench(
-            lambda dtype: replace(options, dtype=dtype).load(quiet=True),
-            choose,
-            new_tokens=new_tokens,
-            prompt_tokens=prompt_tokens,
-            rounds=rounds,
-            precisions=PRECISIONS if options.quantize is None else one[options.quantize],
+        report = benchmark(
+            source.model,
+            plan,
+            shape=source.shape,
+            new_tokens=measured.new_tokens,
+            prompt_tokens=measured.prompt_tokens,
+            batch=measured.batch,
+            rounds=measured.rounds,
+            methods=measured.methods.split(",") if measured.methods else None,
+            compile=measured.compile,
+            result_file=json_file,
+            device=source.device,
+            dtype=source.dtype,
             progress=say,
         )
-    _print_cpu_report(report)
-    write_result(json_file, report.to_dict())
+    print_decoding(report)
 
 
-def _print_cpu_report(report: CpuReport) -> None:
-    settings = report.settings
-    table = figures_table("", "ms/token", "rounds", "tokens/s", "× generate", "× llama.cpp", "of memory", "realised")
-    for row in report.rows:
-        if row.error is not None:
-            table.add_row(row.title, f"[red]failed: {row.error}[/]")
-            continue
-        table.add_row(
-            row.title,
-            _number(row.ms_per_token, 2),
-            f"{_number(row.ms_min, 1)}–{_number(row.ms_max, 1)}",
-            _number(row.tokens_per_second, 1),
-            _spread(row.times_generate),
-            _spread(row.times_llama),
-            _number(100 * (row.bandwidth_share or 0), 0, "%"),
-            _number(row.realised, 2) if row.title.startswith("decay") else "",
-        )
-    console = Console()
-    console.print(
-        f"[bold]{report.model}[/] on {settings['threads']} threads, prompt of {settings['prompt_tokens']}, "
-        f"{settings['new_tokens']} new tokens, {settings['rounds']} interleaved rounds",
-        highlight=False,
-    )
-    console.print(f"[dim]a large read moves {report.read_gb_per_second:.1f} GB/s; {settings['plan']}[/]\n")
-    console.print(table)
-    console.print(
-        "[dim]× generate: times as fast as transformers' generate in bfloat16; medians of rounds, with their range. "
-        "of memory: bytes of weights a second, of what a large read moves. realised: wall-clock speed-up of the plan "
-        "over that in bytes.[/]"
-    )
-
-
-def _spread(values: list[float] | None) -> str:
-    return "–" if values is None else f"{values[0]:.2f} ({values[1]:.2f}–{values[2]:.2f})"
-
-
-def _print_report(report: DecodingReport) -> None:
-    console = Console()
-    settings = report.settings
-    console.print(
-        f"[bold]{report.model}[/], {settings['dtype']} on {settings['device']}, batch {settings['batch']}, prompt of "
-        f"{settings['prompt_tokens']}, {settings['new_tokens']} new tokens"
-    )
-    console.print(
-        f"[dim]{report.weight_gb:.2f} GB of weights a step at full depth; a copy moves "
-        f"{report.copy_gb_per_second:.0f} GB/s; {settings['plan']}[/]\n"
-    )
-    console.print(_table(report))
-    for row in report.rows:
-        if row.error:
-            console.print(f"[red]{row.title} failed:[/] {row.error}", highlight=False)
-    for name, ratio in report.ratios.items():
-        console.print(f"{name}: {ratio:.2f}x")
-    if settings["device"] == "cpu":
-        console.print("[dim]CPU times are only worth comparing within one run: the rounds are interleaved for that.[/]")
-
-
-def _table(report: DecodingReport) -> Table:
-    """Methods side by side, a line per figure: narrow enough for any terminal."""
-    table = figures_table("", *(_HEADINGS[row.method] for row in report.rows))
-    for label, show in _FIGURES.items():
-        table.add_row(label, *("[red]failed[/]" if row.error else show(row) for row in report.rows))
-    return table
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "–" if value is None else f"{value:.{digits}f}{unit}"
-
-
-_HEADINGS = {
-    "generate": "transformers\ngenerate",
-    "generate-static": "generate,\nstatic cache",
-    "full": "depthdecay\nfull depth",
-    "decay": "depthdecay\ndecay",
-}
-_FIGURES: dict[str, Callable[[DecodingRow], str]] = {
-    "ms/token": lambda row: _number(row.ms_per_token, 3),
-    "  range of rounds": lambda row: f"{_number(row.ms_min, 2)}–{_number(row.ms_max, 2)}",
-    "tokens/s": lambda row: _number(row.tokens_per_second, 1),
-    "GB/s of weights": lambda row: _number(row.gb_per_second, 1),
-    "  of copy bandwidth": lambda row: _number(100 * (row.bandwidth_share or 0), 0, "%"),
-    "layers executed": lambda row: str(row.layers_executed),
-    "layer speed-up": lambda row: _number(row.layer_speedup, 3, "x"),
-    "cost speed-up (ideal)": lambda row: _number(row.cost_speedup, 3, "x"),
-    "wall-clock speed-up": lambda row: _number(row.wall_clock_speedup, 3, "x"),
-    "realised of the ideal": lambda row: _number(row.realised, 3),
-    "memory GB": lambda row: _number(row.memory_gb, 1),
-    "set-up s": lambda row: _number(row.setup_seconds, 1),
-}
-
-
-def _bench_step_costs(
-    shape: str, device: str | None, dtype: str | None, prompt_tokens: int, compile: bool, json_file: str | None
+def _bench_precisions(
+    source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
-    """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
-    opt.at_least(1, prompt_tokens=prompt_tokens)
-    require_writable(json_file)
-    with working("preparing …") as say:
-        from depthdecay.bench.lossless import run_step_costs
+    """Every precision, full and by the plan, between transformers and llama.cpp."""
+    plan = plans.read()
+    with working("preparing …", lasting=True) as say:
+        settle(source.threads)
+        from depthdecay.bench.cpu import PRECISIONS as ALL
+        from depthdecay.bench.cpu import benchmark_precisions
 
-        network = _random_model(shape, device, dtype, say)
-        report = run_step_costs(network, shape, prompt_tokens=prompt_tokens, compile_layers=compile, progress=say)
-    console = Console()
-    console.print(f"[bold]{shape}[/], {report.settings['dtype']} on {report.settings['device']}", highlight=False)
-    checks = ", ".join(f"{cost:.3f} for {tokens}" for tokens, cost in report.verifications.items())
-    console.print(f"a full-depth step is 1; a verification costs {checks} tokens\n", highlight=False)
-    accepted = sorted({row["acceptance"] for row in report.speedups})
-    table = figures_table("drafts at", "a draft costs", *(f"{p:.0%} right" for p in accepted))
-    for depth, cost in report.drafts.items():
-        speeds = [
-            f"{row['speedup']:.2f}x ({row['drafts']:.0f})" for row in report.speedups if str(row["depth"]) == depth
-        ]
-        table.add_row(f"{depth} layers", f"{cost:.3f}", *speeds)
-    console.print(table)
-    console.print("[dim]Speed for a share of right drafts, with the number of drafts a window that is best there.[/]")
-    write_result(json_file, report.to_dict())
+        some = {None: ALL, "none": ALL[:2], "int8": ("int8",), "int4": ("int4",)}
+        report = benchmark_precisions(
+            source.model_or_default,
+            plan,
+            precisions=some[source.quantize],
+            new_tokens=measured.new_tokens,
+            prompt_tokens=measured.prompt_tokens,
+            rounds=measured.rounds,
+            result_file=json_file,
+            progress=say,
+        )
+    print_precisions(report)
 
 
 def _bench_lossless(
-    options: opt.ModelOptions,
-    plan_options: opt.PlanOptions,
-    prompts: str,
-    task: str | None,
-    limit: int,
-    compared: int | None,
-    new_tokens: int,
-    peers: list[str] | None,
-    assistant: str | None,
-    compile: bool,
+    source: SourceOptions,
+    plans: opt.PlanOptions,
+    measured: MeasurementOptions,
+    lossless: LosslessOptions,
     json_file: str | None,
 ) -> None:
-    """Drafters: layers by guess, the plan's ladder without its maps, and the plan as it is."""
-    opt.at_least(1, limit=limit)
-    opt.at_least(0, compared=compared)
-    opt.at_least(2, new_tokens=new_tokens)
-    stored = plan_options.load()
+    stored = plans.load()
+    peers = lossless.peers
+    assert lossless.prompts is not None
     with working("preparing …", lasting=True) as say:
-        from dataclasses import replace
+        settle()
+        from depthdecay.bench.lossless import benchmark_lossless
 
-        from depthdecay.bench.lossless import PEERS, run_lossless_bench
-        from depthdecay.model.prompts import token_ids
-        from depthdecay.plan.shelf import drafter_of
-
-        asked = opt.prompts_of(prompts, task)
-        unknown = [peer for peer in peers or () if peer not in PEERS]
-        if unknown:
-            raise DepthDecayError(f"--peers holds '{unknown[0]}'; known are {', '.join(PEERS)}, or none of them: none")
-        stored = stored if stored is None else drafter_of(stored)
-        require_writable(json_file)
-        loaded = options.load(quiet=True)
-        if stored is None and loaded.name == opt.DEFAULT_MODEL:
-            stored = opt.PlanOptions("default").load()
-        helper = (
-            None if assistant is None else opt.ModelOptions(assistant, options.device, options.dtype).load(True).model
-        )
-        vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
-        plans: dict[str, Plan | None] = {"guessed layers": None}
-        if stored is not None and stored.repairs is not None:
-            plans |= {"calibrated": replace(stored, repairs=None), "calibrated and repaired": stored}
-        elif stored is not None:
-            plans["calibrated"] = stored
-        report = run_lossless_bench(
-            loaded.model,
-            loaded.tokenizer,
-            loaded.name,
-            [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
-            plans,
-            new_tokens=new_tokens,
-            peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
-            assistant=helper,
-            compile_layers=compile,
-            compared=compared,
+        report = benchmark_lossless(
+            source.model_or_default,
+            lossless.prompts,
+            stored,
+            task=lossless.task,
+            limit=lossless.limit,
+            compared=lossless.compared,
+            new_tokens=measured.new_tokens,
+            peers=None if peers is None else [] if peers.strip() == "none" else [p.strip() for p in peers.split(",")],
+            assistant=lossless.assistant,
+            compile=measured.compile,
+            result_file=json_file,
+            device=source.device,
+            dtype=source.dtype,
             progress=say,
-            save=lambda part: write_result(json_file, part.to_dict()),
         )
-    table = figures_table("", "tokens/s", "speed-up", "ideal", "accepted", "a pass", "differ")
-    for row in report.lossless_rows:
-        if row.error is not None:
-            table.add_row(row.method, f"[red]failed: {row.error}[/]")
-            continue
-        ideal = None if row.passes_per_token is None else 1 / row.passes_per_token
-        table.add_row(
-            row.method,
-            _number(row.tokens_per_second, 1),
-            _number(row.speedup, 2, "x"),
-            _number(ideal, 2, "x"),
-            _number(row.acceptance, 3),
-            _number(row.tokens_per_verification, 2),
-            str(row.answers_that_differ),
+    print_lossless(report)
+
+
+def _bench_step_costs(source: SourceOptions, measured: MeasurementOptions, json_file: str | None) -> None:
+    """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
+    with working("preparing …") as say:
+        settle()
+        from depthdecay.bench.step_costs import benchmark_step_costs
+
+        report = benchmark_step_costs(
+            shape=source.shape,
+            prompt_tokens=measured.prompt_tokens,
+            compile=measured.compile,
+            result_file=json_file,
+            device=source.device,
+            dtype=source.dtype,
+            progress=say,
         )
-    console = Console()
-    console.print(table)
-    for row in report.lossless_rows:
-        if row.differences and row.method.startswith("lossless"):
-            widest = max(row.differences, key=lambda difference: abs(difference.margin))
-            console.print(
-                f"{row.method}: where answers part, the two tokens' logits are at most {abs(widest.margin):.3g} apart "
-                f"(one rounding is {widest.spacing:.3g})",
-                highlight=False,
-            )
-    console.print(
-        "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers "
-        "that are not full depth's, as in 16 bits where two tokens tie.[/]"
-    )
-    write_result(json_file, report.to_dict())
+    print_step_costs(report)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
+
+if TYPE_CHECKING:
+    from depthdecay.correctness import CheckRow
 
 
 @opt.grouped()
@@ -34,10 +38,10 @@ def check(
     loaded = options.load(quiet=as_json)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
-    from depthdecay.correctness import check_model, default_plan
+    from depthdecay import correctness
     from depthdecay.model.layers import LayerStack
 
-    chosen = chosen or default_plan(LayerStack.of(loaded.model).num_layers, new_tokens)
+    chosen = chosen or correctness.default_plan(LayerStack.of(loaded.model).num_layers, new_tokens)
     number_type = str(loaded.model.dtype).removeprefix("torch.")
     console = out_console()
     if not as_json:
@@ -46,19 +50,19 @@ def check(
         )
         if chosen is not None:
             console.print(Text(chosen.describe(), style="dim"))
-    rows = []
-    found = check_model(
-        loaded.model, loaded.tokenizer, chosen, new_tokens=new_tokens, allow_other_weights=allow_other_weights
-    )
-    while True:
-        with working("checking …", quiet=as_json):
-            row = next(found, None)
-        if row is None:
-            break
-        rows.append(row)
-        if not as_json:
-            mark = ("✓", "green") if row.passed else ("✗", "red")
-            console.print(Text.assemble(mark, f" {row.name}", (f"  {row.detail}", "dim")))
+    with ExitStack() as spinner:
+
+        def show(row: CheckRow) -> None:
+            spinner.close()  # it would tear the line
+            if not as_json:
+                mark = ("✓", "green") if row.passed else ("✗", "red")
+                console.print(Text.assemble(mark, f" {row.name}", (f"  {row.detail}", "dim")))
+            spinner.enter_context(working("checking …", quiet=as_json))
+
+        spinner.enter_context(working("checking …", quiet=as_json))
+        rows = correctness.check(
+            loaded, chosen, new_tokens=new_tokens, allow_other_weights=allow_other_weights, progress=show
+        )
     passed = all(row.passed for row in rows)
     if as_json:
         report = {

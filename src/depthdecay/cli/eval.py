@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from depthdecay.cli import options as opt
+from depthdecay.cli.process import settle
 from depthdecay.cli.show import figures_table, working
 from depthdecay.errors import DepthDecayError
 
@@ -54,38 +55,37 @@ def eval_command(
     answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, a line each.")] = None,
 ) -> None:
     """Measure quality: every method on the same questions at the same layer budget, against full depth."""
-    opt.at_least(1, max_new_tokens=max_new_tokens, over=over, batch=batch)
-    from depthdecay.evaluation.methods import checked_speedups, chosen_methods
-    from depthdecay.evaluation.task import TaskOptions, open_task
-    from depthdecay.files import expanded
-    from depthdecay.result_files import require_writable, write_result
-
     if mode is not None:
         if mode != "lossless" or methods is not None:
             raise DepthDecayError(f"--mode is {mode!r}; expected lossless, and no --methods beside it")
         methods = "full,lossless"
-    target = require_writable(expanded(json_file)) if json_file is not None else None
-    answers_file = require_writable(expanded(answers)) if answers is not None else None
-    chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    names = chosen_methods(_listed(methods), _listed(speedups), plan is not None)
-    budgets = checked_speedups(_listed(speedups))
-    stored = opt.PlanOptions(plan).load()
-    with working("preparing …", lasting=True) as say:
-        loaded = model.load(quiet=True)
-        if loaded.tokenizer is None:
-            raise DepthDecayError(
-                f"'{model.model}' has no tokenizer, so it cannot be asked anything; give one that has"
-            )
-        from depthdecay.evaluation.evaluate import EvaluationSettings, evaluate
-        from depthdecay.evaluation.work_file import WorkFile
+    from depthdecay.evaluation.task import TaskOptions, open_task
 
-        settings = EvaluationSettings(
-            names, budgets, over, batch, max_new_tokens, chat, allow_other_weights, model.setting(loaded)
+    # Opened here, since a wrong name or file should not have to wait for torch.
+    chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
+    with working("preparing …", lasting=True) as say:
+        settle(model.threads)
+        from depthdecay.evaluation.evaluate import evaluate
+
+        report = evaluate(
+            model.model,
+            chosen,
+            plan,
+            methods=_listed(methods),
+            speedups=_listed(speedups) or (),
+            over_tokens=over,
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            allow_other_weights=allow_other_weights,
+            result_file=json_file,
+            answers_file=answers,
+            quantize=model.quantize,
+            device=model.device,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            progress=say,
         )
-        work = WorkFile.beside(target) if target is not None else WorkFile(None)
-        report = evaluate(loaded, chosen, settings, stored, work=work, answers_file=answers_file, progress=say)
-    write_result(target, report.to_dict())
-    work.remove()
     _print_report(report)
 
 

@@ -100,7 +100,7 @@ def passes(engine: Engine) -> dict[str, Any]:
 def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, quiet: bool) -> dict[str, Any]:
     """KL and agreement of both settings against the model as loaded, with a result file where one is wanted."""
     from depthdecay.cli.show import working
-    from depthdecay.cpu.quantization_loss import measure_rounding
+    from depthdecay.evaluation.quantization_loss import measure_rounding
     from depthdecay.result_files import require_writable, write_result
 
     require_writable(json_file)

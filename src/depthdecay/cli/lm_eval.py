@@ -31,7 +31,7 @@ def lm_eval(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
-    compile: opt.Compile = False,
+    compile: opt.Compile = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     plan: opt.PlanPath = None,
     alpha: opt.Alpha = None,
@@ -56,7 +56,9 @@ def lm_eval(
         **{"dtype": dtype, "compile": compile, "trust_remote_code": trust_remote_code},
         "allow_other_weights": allow_other_weights,
     }
-    said = {name: value for name, value in given.items() if value not in (None, False)}
+    said = {
+        name: value for name, value in given.items() if value is not None and (value is not False or name == "compile")
+    }
     arguments.model = "depthdecay"
     arguments.model_args = {"pretrained": model} | (arguments.model_args or {}) | said
     _run(arguments, device)

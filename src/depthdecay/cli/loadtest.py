@@ -79,7 +79,7 @@ def depths_of(modes: list[str], alphas: list[str], speedups: list[str], over: in
     average = {} if over is None else {"over_tokens": over}
     chosen: list[dict[str, Any]] = [{"mode": mode} for mode in modes]
     chosen += [{"alpha": float(exact_alpha(alpha))} for alpha in alphas]
-    chosen += [{"speedup": float(exact_decimal("speed-up", speedup)), **average} for speedup in speedups]
+    chosen += [{"speedup": float(exact_decimal("speedup", speedup)), **average} for speedup in speedups]
     return tuple(chosen) or ({},)
 
 

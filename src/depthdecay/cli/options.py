@@ -5,32 +5,27 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from depthdecay.arguments import exact_decimal, whole_number
+from depthdecay.arguments import whole_number
 from depthdecay.cli.show import working
+from depthdecay.engine.plan_choice import DEFAULT_OVER, DepthSettings, require_mode
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import expanded
+from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.schedule import exact_alpha
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
-    from depthdecay.model.layers import LayerStack
     from depthdecay.model.load import LoadedModel
 
-DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_OVER = 256
+DEFAULT_MODEL = EMBEDDED_MODEL
 MOST_THREADS = 1024
-# Calibrated for the embedded model, and part of the package.
-DEFAULT_PLAN = Path(__file__).parents[1] / "data" / "smollm2-135m"
 
 _model, _plan, _text, _output = (
     functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Model", "Depth", "Text", "Output")
@@ -39,7 +34,9 @@ _model, _plan, _text, _output = (
 Model = Annotated[str, _model("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.")]
 Device = Annotated[str | None, _model(help="cpu, cuda, cuda:N or mps; the fastest there is.")]
 Dtype = Annotated[str | None, _model(help="bf16, fp16, fp32 or auto.")]
-Compile = Annotated[bool, _model("--compile", help="Compile the layers: slower to start, faster after.")]
+Compile = Annotated[
+    bool | None, _model("--compile/--no-compile", help="Compile the layers, as on CUDA: slower to start, faster after.")
+]
 Quantize = Annotated[
     str | None, _model(metavar="none|int8|int4", help="Weights on a CPU; of the embedded model its file's own 4 bits.")
 ]
@@ -118,85 +115,31 @@ class PlanOptions:
     min_layers: Annotated[int | None, _plan(help="The depth never falls below this.")] = None
 
     def __post_init__(self) -> None:
-        sources = {"--plan": self.path, "--alpha": self.alpha, "--speedup": self.speedup}
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) > 1 and self.alpha is not None:
-            raise DepthDecayError(f"{' and '.join(given)} were given together; each decides the depth, so use one")
-        shaping = {
-            "--warmup-tokens": (self.warmup_tokens, 0),
-            "--core-head": (self.core_head, 0),
-            "--core-tail": (self.core_tail, 0),
-            "--min-layers": (self.min_layers, 1),
-        }
-        for name, (value, least) in shaping.items():
-            if value is None:
-                continue
-            if self.path is not None and name != "--warmup-tokens":
-                raise DepthDecayError(f"{name} was given with --plan, which says itself which layers are dropped")
-            if self.alpha is None and self.speedup is None:
-                raise DepthDecayError(f"{name} was given without a decay to shape; add --alpha or --speedup")
-            whole_number(name, value, least)
-        if self.over is not None and self.speedup is None:
-            raise DepthDecayError("--over says what --speedup is averaged over, and was given without it")
-        at_least(1, over=self.over)
-        if self.alpha is not None:
-            exact_alpha(self.alpha)
-        if self.speedup is not None and exact_decimal("speed-up", self.speedup) < 1:
-            raise DepthDecayError(f"speed-up is {self.speedup}; expected a number of at least 1")
+        self.settings()  # refused here, before anything slow
+
+    def settings(self, new_tokens: int | None = None) -> DepthSettings:
+        """By the library's names."""
+        given = {name: value for name, value in vars(self).items() if name not in ("path", "over")}
+        return DepthSettings(plan=self.path, over_tokens=self.over, new_tokens=new_tokens, **given)
 
     @property
     def given(self) -> bool:
-        return any(value is not None for value in (self.path, self.alpha, self.speedup))
+        return self.settings().given
+
+    def read(self, new_tokens: int | None = None) -> DepthSettings:
+        """The settings with the plan file read, so that a bad one is refused before a model is loaded."""
+        settings = self.settings(new_tokens)
+        return replace(settings, plan=settings.stored())
 
     def load(self) -> Plan | None:
-        """The plan file, where one was given; `default` is the embedded model's."""
-        if self.path is None:
-            return None
-        return Plan.load(DEFAULT_PLAN if self.path == "default" else self.path)
+        """The plan file, where one was given."""
+        return self.settings().stored()
 
     def choose(self, model: Any, name: str, stored: Plan | None, new_tokens: int | None) -> Plan | None:
-        """The plan for a loaded model: stored, stored and re-scheduled, calibrated beforehand, or made by rule."""
+        """The plan for a loaded model, with the file that was read already."""
         from depthdecay.model.layers import LayerStack
 
-        over = self.over or new_tokens or DEFAULT_OVER
-        stack = LayerStack.of(model)
-        if stored is not None:
-            return stored if self.speedup is None else self._rescheduled(stored, stack, over)
-        shaped = any(value is not None for value in (self.core_head, self.core_tail, self.min_layers))
-        if self.speedup is not None and not shaped and name == DEFAULT_MODEL:
-            try:
-                return self._rescheduled(Plan.load(DEFAULT_PLAN), stack, over)
-            except DepthDecayError:  # faster than it was calibrated for
-                warnings.warn(
-                    f"the embedded model's calibrated plan does not go as far as {self.speedup}x; layers are dropped "
-                    "from the middle outwards instead, by guess: expect much lower quality",
-                    stacklevel=2,
-                )
-        return self.make(stack.num_layers, new_tokens)
-
-    def _rescheduled(self, stored: Plan, stack: LayerStack, over: int) -> Plan:
-        from depthdecay.model.speedup import plan_at_speedup
-        from depthdecay.plan.shelf import stored_plan
-
-        assert self.speedup is not None
-        base = stored_plan(stored, float(exact_decimal("speed-up", self.speedup)))
-        return plan_at_speedup(base, stack, self.speedup, over, warmup_tokens=self.warmup_tokens)
-
-    def make(self, num_layers: int, new_tokens: int | None) -> Plan | None:
-        """The plan that --alpha or --speedup describes."""
-        shape: dict[str, Any] = {
-            "warmup_tokens": self.warmup_tokens,
-            "core_head": self.core_head,
-            "core_tail": self.core_tail,
-            "min_layers": self.min_layers,
-        }
-        shape = {name: value for name, value in shape.items() if value is not None}
-        if self.alpha is not None:
-            return Plan.decay(num_layers, self.alpha, **shape)
-        if self.speedup is not None:
-            over = self.over or new_tokens or DEFAULT_OVER
-            return Plan.for_speedup(num_layers, self.speedup, over_tokens=over, **shape)
-        return None
+        return replace(self.settings(new_tokens), plan=stored).choose(LayerStack.of(model), name)
 
 
 @dataclass(frozen=True)
@@ -206,7 +149,7 @@ class ModelOptions:
     model: Model = DEFAULT_MODEL
     device: Device = None
     dtype: Dtype = None
-    compile: Compile = False
+    compile: Compile = None
     quantize: Quantize = None
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
@@ -237,27 +180,10 @@ class ModelOptions:
                 progress=say,
             )
 
-    def setting(self, loaded: LoadedModel) -> str | None:
-        """What was asked for; else of the embedded model its file's own blocks, which are the model itself."""
-        if self.quantize is not None or loaded.source != "embedded" or loaded.model.device.type != "cpu":
-            return self.quantize
-        return "int4" if str(loaded.model.dtype) == "torch.float32" else None
-
-    def engine(
-        self, loaded: LoadedModel, plan: Plan | None, drafter: Plan | None = None, allow_other_weights: bool = False
-    ) -> Engine:
+    def engine(self, loaded: LoadedModel, plan: Plan | DepthSettings | None, **settings: Any) -> Engine:
         from depthdecay.engine.engine import Engine
 
-        return Engine(
-            loaded.model,
-            loaded.tokenizer,
-            plan,
-            compile=self.compile,
-            allow_other_weights=allow_other_weights,
-            drafter=drafter,
-            quantize=self.setting(loaded),
-            origin=loaded.origin,
-        )
+        return Engine(loaded, plan=plan, compile=self.compile, quantize=self.quantize, **settings)
 
 
 @dataclass(frozen=True)
@@ -285,17 +211,6 @@ class AnswerOptions:
     stop: Annotated[list[str] | None, _text(help="End before this text; repeatable.")] = None
 
 
-def prompts_of(file: str, task: str | None) -> Callable[[Any], list[Any]]:
-    """The prompts of a file, or the questions that a task makes of it: read now, asked as a tokenizer's model reads."""
-    from depthdecay.calibration.continuations import read_prompts
-    from depthdecay.evaluation.task import TaskOptions, open_task
-
-    if task is not None:
-        return open_task(task, TaskOptions(data=file)).prompts_for
-    prompts = read_prompts(file)
-    return lambda tokenizer: prompts
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
@@ -318,20 +233,12 @@ def open_engine(
 ) -> tuple[LoadedModel, Engine]:
     """Everything that can be refused without the model is refused first."""
     at_least(1, max_new_tokens=new_tokens)
-    if mode not in (None, "full", "decay", "lossless"):
-        raise DepthDecayError(f"--mode is {mode!r}; expected full, decay or lossless")
+    require_mode(mode)
     if mode == "decay" and not plan.given:
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
-    stored = plan.load()
+    depth = plan.read(new_tokens)
     loaded = model.load(quiet)
-    chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
-    if mode == "lossless" and chosen is not None and plan.speedup is None:
-        from depthdecay.plan.shelf import drafter_of
-
-        chosen = drafter_of(chosen)
-    # The embedded model's own plan drafts better than a guess.
-    drafter = Plan.load(DEFAULT_PLAN) if chosen is None and loaded.name == DEFAULT_MODEL else None
-    return loaded, model.engine(loaded, chosen, drafter, allow_other_weights)
+    return loaded, model.engine(loaded, depth, mode=mode, allow_other_weights=allow_other_weights)
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:

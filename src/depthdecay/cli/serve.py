@@ -33,6 +33,13 @@ def serve(
     allowed_host: Annotated[
         list[str] | None, _server(help="A name that clients may call the server by; repeatable. '*': any.")
     ] = None,
+    control_tokens_in_content: Annotated[
+        bool,
+        _server(
+            "--control-tokens-in-content",
+            help="Read <|im_end|> and the like in a message as control tokens; else they are text.",
+        ),
+    ] = False,
     cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
     max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
@@ -106,6 +113,7 @@ def serve(
             max_body_bytes=max_body_kb * 1024,
             cors_origins=tuple(cors_origin or ()),
             allowed_hosts=hosts,
+            control_tokens_in_content=control_tokens_in_content,
         ),
     )
     run_server(app, worker, sockets, limits, grace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from depthdecay.cli import options as opt
 from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.files import expanded
 from depthdecay.integrations.vllm import ARCHITECTURES, check_version
-from depthdecay.plan.plan import Plan
+from depthdecay.plan.file import local_plan
 
 app = typer.Typer(name="vllm", no_args_is_help=True, help="Depth decay inside vLLM, on one machine or many.")
 
@@ -85,12 +84,12 @@ def model_config(where: str) -> Any:
 
 def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]:
     if options.path is not None:
-        path = str(opt.DEFAULT_PLAN) if options.path == "default" else options.path
+        path = local_plan(options.path)
         # Workers need not start in this folder.
-        return {"plan": str(Path(path).resolve()) if Path(path).exists() else path}
+        return {"plan": str(path.resolve()) if path.exists() else options.path}
     from depthdecay.integrations.vllm.settings import server_settings
 
-    made: Plan | None = options.make(num_layers, None)
+    made = options.settings().by_rule(num_layers)
     return {} if made is None else server_settings(made)
 
 

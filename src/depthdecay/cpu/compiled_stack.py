@@ -1,180 +1,27 @@
-"""A model whose passes are one call of compiled code: how it gets there, and what that call is given."""
+"""A model whose passes are one call of compiled code: what that call is given."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from depthdecay.cpu import kernel_library as native
-from depthdecay.cpu.packed_weights import QUANTIZED, Rounded, check_setting, rounded, widened_weights
+from depthdecay.cpu.packed_weights import Rounded
 from depthdecay.cpu.quantized_blocks import BFLOAT16, FLOAT32, Packed
-from depthdecay.cpu.supported_models import PROJECTIONS, Form, OtherForm, form_of, hooked
-from depthdecay.errors import DepthDecayError
-from depthdecay.model.layers import KeptShape, LayerStack, primary_device
+from depthdecay.cpu.supported_models import PROJECTIONS, Form, hooked
+from depthdecay.model.layers import KeptShape, LayerStack
 from depthdecay.model.repairs import Repair, Repairs
-from depthdecay.model.weights_origin import WeightsOrigin
-from depthdecay.patches import patched
-from depthdecay.plan.plan import Plan
-from depthdecay.runners.contract import Part
-from depthdecay.runners.forward import ForwardRunner
-from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.short_head import ShortHead
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, against the model's own forward
 _HUGE_PAGE = 2 << 20
 
 
-def open_stack(
-    model: Any,
-    *,
-    quantize: str | None = None,
-    origin: WeightsOrigin | None = None,
-    fast: bool | None = None,
-    say: Callable[[str], None] = lambda message: None,
-) -> LayerStack:
-    """The model's layers with the fastest passes there are: compiled on a CPU where it can be, else the model's own.
-
-    `quantize` says how weights are read (none, int8, int4); what cannot be so runs as it is, and a warning says why.
-    """
-    check_setting(quantize)
-    plain = LayerStack.of(model)
-    setting = quantize if quantize in QUANTIZED else None
-    device = primary_device(plain.model)
-    if device.type != "cpu":
-        if setting is not None:
-            raise DepthDecayError(f"quantize={quantize} is for models on a CPU, and this one is on {device}")
-        return plain
-    if fast is False and setting is None:
-        return plain
-    try:
-        form = form_of(plain)
-        if hooked(plain):
-            raise OtherForm("code of somebody else hangs on it (hooks, or another forward)")
-    except OtherForm as reason:
-        if setting is not None or fast:
-            _warn(f"{type(plain.model).__name__} runs as it is, in its own precision: {reason}")
-        return plain
-    return _fast_stack(plain, form, setting, origin, fast, say)
-
-
-def _fast_stack(
-    plain: LayerStack,
-    form: Form,
-    setting: str | None,
-    origin: WeightsOrigin | None,
-    fast: bool | None,
-    say: Callable[[str], None],
-) -> LayerStack:
-    code = None if fast is False else _code()
-    if code is None:
-        if setting is None or rounded(form, setting, origin, say).is_exact:
-            return plain
-        return WidenedStack.over(plain, form, setting, origin)
-    trial = CompiledLayerStack(plain.model, plain.owner, plain.layers, plain.windows)
-    trial.prepare(code, form, None)
-    difference = _difference(trial)
-    if not difference < _TOLERANCE[form.dtype]:
-        if setting is not None or fast:
-            _warn(
-                f"{type(plain.model).__name__} runs as it is, in its own precision: a compiled pass says something "
-                f"else (logits differ by {difference:.2g} of the largest)"
-            )
-        return plain
-    if setting is not None:
-        trial.prepare(code, form, rounded(form, setting, origin, say))
-    return trial
-
-
-@torch.no_grad()
-def _difference(stack: CompiledLayerStack) -> float:
-    """How far a compiled pass is from the model's own forward: embedding, first and last layer, output matrix."""
-    from depthdecay.cpu.compiled_rows import CompiledRows
-
-    layers, vocabulary = stack.num_layers, stack.form.embedding.num_embeddings
-    count = min(5, vocabulary)
-    ends = Plan.constant(layers, min(2, layers), drop_order=list(range(1, layers - 1)))
-    part = Part(0, 0, [token * (vocabulary // count) for token in range(count)], min(2, layers), ends, count)
-    said = []
-    for way in (ForwardRunner, CompiledRows):
-        blocks = KVBlocks.of_rows(stack.kept_shapes(), [[count] * layers])
-        said.append(way(stack, blocks, Repairs()).run([part]).logits.float())
-    return float((said[0] - said[1]).abs().max() / said[0].abs().max())
-
-
-def _code() -> native.Library | None:
-    try:
-        return native.library()
-    except native.Unavailable as reason:
-        _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
-        return None
-
-
-def widen_in_place(model: Any, setting: str, origin: WeightsOrigin | None = None) -> None:
-    """Give a model the weights that it has at a setting: calibration looks into layers, which compiled code hides.
-
-    An output matrix that is the embedding too stays as it is: embeddings are not rounded.
-    """
-    check_setting(setting)
-    plain = LayerStack.of(model)
-    device = primary_device(plain.model)
-    if device.type != "cpu":
-        raise DepthDecayError(f"quantize={setting} is for models on a CPU, and this one is on {device}")
-    try:
-        form = form_of(plain)
-    except OtherForm as reason:
-        _warn(f"{type(plain.model).__name__} stays in its own precision: {reason}")
-        return
-    weights = widened_weights(form, setting, origin)
-    with torch.no_grad():
-        for name, linear in form.matrices():
-            if name in weights and linear.weight is not form.embedding.weight:
-                linear.weight.copy_(weights[name])
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    _warn(message)
-
-
-class WidenedStack(LayerStack):
-    """Rounded weights without compiled code: the model's own forward, given what the rounded weights stand for."""
-
-    widened: dict[str, torch.Tensor]
-    head: nn.Linear
-    head_weight: torch.Tensor
-
-    @classmethod
-    def over(cls, plain: LayerStack, form: Form, setting: str, origin: WeightsOrigin | None) -> WidenedStack:
-        stack = cls(plain.model, plain.owner, plain.layers, plain.windows)
-        names = {id(parameter): name for name, parameter in plain.model.named_parameters()}
-        weights = widened_weights(form, setting, origin)
-        stack.head, stack.head_weight = form.head, weights.pop("head", form.head.weight)
-        linears = dict(form.matrices())
-        stack.widened = {names[id(linears[name].weight)]: weight for name, weight in weights.items()}
-        return stack
-
-    def forward(self, **arguments: Any) -> Any:
-        # The head may be the embedding too, which is not rounded: it is replaced by what it does.
-        def said(state: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(state, self.head_weight, self.head.bias)
-
-        with contextlib.nullcontext() if "forward" in self.head.__dict__ else patched(self.head, "forward", said):
-            return torch.func.functional_call(self.model, self.widened, kwargs=arguments)
-
-
 class CompiledLayerStack(LayerStack):
-    """A model whose passes can be one compiled call (rows.py): what lies where, as that call takes it.
+    """A model whose passes can be one compiled call (compiled_rows.py): what lies where, as that call takes it.
 
     It is read from the model itself. Its own weights are used where they lie, so nothing is copied and a change of them
     is seen by the next text; rounded ones are those of the time they were made.

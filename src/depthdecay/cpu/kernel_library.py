@@ -18,7 +18,7 @@ from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from depthdecay.errors import one_line
-from depthdecay.files import cache_folder, made_aside
+from depthdecay.files import cache_folder, made_aside, write_whole
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded
@@ -114,11 +114,11 @@ def library() -> Library:
         raise Unavailable("packed weights are laid out for processors that put the low byte first")
     compiler = find_compiler()
     file = cache_folder() / "kernels" / f"{_key(compiler)}.so"
-    if file.is_file():
+    if _is_whole(file):
         try:
             return Library(file)
         except Unavailable:
-            pass  # damaged: built anew below
+            pass  # built anew below
     build(compiler, file)
     return Library(file)
 
@@ -138,8 +138,25 @@ def build(compiler: str, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with made_aside(file) as made:
             _compile(compiler, made)
+            write_whole(_digest_file(file), _digest(made))
     except OSError as error:
         raise Unavailable(f"the compiled pass cannot be written to {file.parent}: {one_line(error)}") from error
+
+
+def _is_whole(file: Path) -> bool:
+    """Asked before it is loaded: code that was cut short ends the process with a signal, at every start."""
+    try:
+        return _digest_file(file).read_text(encoding="ascii") == _digest(file)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _compile(compiler: str, made: Path) -> None:

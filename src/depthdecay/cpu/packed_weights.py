@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -181,7 +182,10 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
                 return None
             matrices = {}
             for name, (kind, rows, columns) in about["matrices"].items():
-                matrices[name] = Packed(kind, rows, columns, content.get_tensor(name))
+                data = content.get_tensor(name)
+                if _checksum(data) != about["checksums"][name]:
+                    return None
+                matrices[name] = Packed(kind, rows, columns, data)
         left = tuple(about["left"])
         same = about["samples"] == _samples(form)
     except Exception:  # from a missing file to a library's own errors
@@ -198,12 +202,18 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
     return Rounded(setting, matrices, frozenset(about["kept"]), left) if whole else None
 
 
+def _checksum(data: torch.Tensor) -> int:
+    """Of every byte: a disk that lost some would give text that is wrong without a word."""
+    return zlib.crc32(data.numpy().data)
+
+
 def _size(matrix: Packed) -> int:
     return -(-matrix.rows // LANES) * (matrix.columns // 32) * GROUP_BYTES.get(matrix.kind, 0)
 
 
 def _write(file: Path, form: Form, made: Rounded) -> None:
     """Where nothing can be written the next start rounds again, which is only slower."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     about = {
@@ -213,10 +223,11 @@ def _write(file: Path, form: Form, made: Rounded) -> None:
         "kept": sorted(made.kept),
         "left": list(made.left),
         "samples": _samples(form),
+        "checksums": {name: _checksum(m.data) for name, m in made.matrices.items()},
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with made_aside(file) as draft:
             save_file({name: m.data for name, m in made.matrices.items()}, draft, {"about": json.dumps(about)})
-    except OSError:
+    except (OSError, SafetensorError):  # such as a full disk
         return

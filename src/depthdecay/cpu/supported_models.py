@@ -1,7 +1,7 @@
 """Which models the compiled pass can run: those whose layers have the plain form of Llama and its kin.
 
 Names say which parts a layer has. That they do what the names say is then tried: the model's own forward and ours over
-the same few tokens must give the same logits (stack.py).
+the same few tokens must give the same logits (compiled_stack.py).
 """
 
 from __future__ import annotations

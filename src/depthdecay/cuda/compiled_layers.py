@@ -22,7 +22,7 @@ Rows = Literal["one", "few", "many"]
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
-    from depthdecay.cuda.kernels.gemv import GemvPass
+    from depthdecay.cuda.gemv_pass import GemvPass
 
     if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}

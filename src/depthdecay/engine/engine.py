@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from depthdecay.arguments import Number
 from depthdecay.engine.kept import Kept
 from depthdecay.engine.mailbox import Mailbox
+from depthdecay.engine.plan_choice import DepthSettings, require_mode
 from depthdecay.engine.request import Request, prepare_request
 from depthdecay.engine.result import AnswerInProgress, Piece, Result, Stream
 from depthdecay.engine.sampling import Sampler, sequence_keys
-from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.engine.streaming import told_to
+from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError
 from depthdecay.model.kv_cache import room_for, rooms
 from depthdecay.model.layers import LayerStack, primary_device, require_eval, unwrap
+from depthdecay.model.loaded import LoadedModel
 from depthdecay.model.repairs import Repairs, repairs_for
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
+from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
+from depthdecay.plan.shelf import drafter_of, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.kv_blocks import KVBlocks
@@ -35,29 +43,37 @@ from depthdecay.speculative.lossless import LosslessRun
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
     from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.chain import Chain
     from depthdecay.cuda.pass_graphs import PassGraphs
 
-MODES = ("full", "decay", "lossless")
+logger = logging.getLogger("depthdecay")
 PREFILL_TOKENS = 2048  # of several texts that are read together
 
 
 class Engine:
-    """Decodes with a model by a plan. Without a plan every token runs all layers.
+    """Decodes with a model by a plan. Without a plan every answer is the full model's own.
 
-    The model is changed only while a call runs, and left exactly as it was found. On a CPU `quantize` (none, int8,
-    int4) says how its weights are read; `origin`, which `load` gives, keeps what was rounded for the next start, and
-    `fast=False` leaves passes to the model's own forward.
+    `model` is what `dd.load` gives, which brings its tokenizer, the weights in few bits that its file has, and the plan
+    that the package ships for it; or a transformers model, with its tokenizer. It is changed only while a call runs,
+    and left exactly as it was found.
+
+    `plan` is a plan or where one lies. `mode` holds for calls that name none; with "lossless" the plan only drafts, or
+    the one beside it that was calibrated to. On CUDA layers are compiled unless `compile` is False: the first answer
+    takes longer, of which `progress` is told, and what was compiled is kept on disk. On a CPU `quantize` (none, int8,
+    int4) says how weights are read, and `fast=False` leaves passes to the model's own forward.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any = None,
-        plan: Plan | None = None,
+        plan: Plan | DepthSettings | str | os.PathLike[str] | None = None,
         *,
-        compile: bool = False,
+        mode: str | None = None,
+        compile: bool | None = None,
         graphs: bool | None = None,
         allow_other_weights: bool = False,
         repairs: Repairs | None = None,
@@ -65,13 +81,17 @@ class Engine:
         quantize: str | None = None,
         origin: WeightsOrigin | None = None,
         fast: bool | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
+        loaded = model if isinstance(model, LoadedModel) else None
+        require_mode(mode)
+        self.mode = mode
         self.stack = _open(model, quantize, origin, fast)
         require_eval(self.stack.model)
-        self.tokenizer = tokenizer
+        self.tokenizer = loaded.tokenizer if loaded is not None and tokenizer is None else tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
-        self.plan = plan
-        drafter = plan or drafter
+        self.plan = _chosen_plan(plan, self.stack, loaded, mode)
+        drafter = self.plan or drafter or (shipped_plan(loaded.name) if loaded is not None else None)
         if drafter is not None:
             check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
         self.repairs = repairs_for(self.stack, drafter, repairs)
@@ -81,7 +101,9 @@ class Engine:
             raise DepthDecayError(f"CUDA graphs need a CUDA device, but the model is on {self.device}")
         if compile and not self.uses_graphs:
             warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
-        self.compiled = _compiled_layers() if compile and self.uses_graphs else None
+        self.compiled = _compiled_layers() if self.uses_graphs and compile is not False else None
+        self._tell = logger.info if progress is None else progress
+        self._has_told_of_compiling = self.compiled is None
         self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
         # What is kept for the next request: graphs with the cache that they belong to, and what drafting has taught.
         self._steps: Kept[PassGraphs] = Kept()
@@ -91,6 +113,36 @@ class Engine:
         self._drafting: Drafting | None = None
         self._short_head: ShortHead | None = None
         self._lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = EMBEDDED_MODEL,
+        *,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        alpha: Number | None = None,
+        speedup: Number | None = None,
+        over_tokens: int | None = None,
+        warmup_tokens: int | None = None,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        progress: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> Engine:
+        """Load a model by name and decode with it, as the command line does.
+
+        Without a plan answers are the full model's own, in lossless mode. `plan`, `speedup` or `alpha` trade quality
+        for speed; a `speedup` takes the calibrated plan that the model has, where it has one. The other settings are
+        those of `Engine`. `progress` is told in one line of each step that may take long.
+        """
+        from depthdecay.model.load import load
+
+        depth = DepthSettings(plan, alpha, speedup, over_tokens, warmup_tokens)
+        depth = replace(depth, plan=depth.stored())  # refused before the model is loaded
+        require_mode(settings.get("mode"))
+        loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+        return cls(loaded, plan=depth, progress=progress, **settings)
 
     def _can_use_graphs(self) -> bool:
         spread = len(set((getattr(self.stack.model, "hf_device_map", None) or {}).values())) > 1
@@ -102,18 +154,21 @@ class Engine:
         max_new_tokens: int | None = None,
         *,
         mode: str | None = None,
+        streamer: BaseStreamer | None = None,
         **settings: Any,
     ) -> list[Result]:
         """Answer all prompts in one batch; a Result each, in order.
 
         A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
-        of token ids. Settings, where not given, come from the model's generation_config: do_sample, temperature, top_k,
-        top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
+        of token ids. Settings, where not given, come from `generation_config`, and what that leaves open from the
+        model's own: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop,
+        chat, logits_processor, stopping_criteria. A transformers `streamer` is told the tokens of one prompt.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
-        for _ in self._decoded(request, results):
-            pass
+        with told_to(streamer, request.prompts, results) as tell:
+            for _ in self._decoded(request, results):
+                tell()
         return results
 
     def stream(
@@ -129,6 +184,11 @@ class Engine:
 
     def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         require_eval(self.stack.model)
+        if not self._has_told_of_compiling:
+            self._has_told_of_compiling = True
+            self._tell(
+                "compiling layers and capturing graphs, once; what is compiled is kept on disk for the next start"
+            )
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         if results[0].mode != "lossless":
             return self._decode(request, results)
@@ -143,12 +203,12 @@ class Engine:
 
     def _mode(self, mode: str | None, request: Request) -> str:
         """Where none is given: by the plan, and without one the full model's answer, in windows where they can pay."""
+        mode = mode or self.mode
         if mode is None:
             mode = "lossless" if self.plan is None and self._suits_windows(request) else self.step_mode
-        if mode not in MODES:
-            raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
+        require_mode(mode)
         if mode == "decay" and self.plan is None:
-            raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
+            raise ArgumentError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one", "mode", "plan")
         return mode
 
     def _suits_windows(self, request: Request) -> bool:
@@ -397,11 +457,26 @@ def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Par
     return [Part(row, len(prompt) + index - 1, FED, depth, plan) for row, prompt in enumerate(prompts)]
 
 
+def _chosen_plan(
+    asked: Plan | DepthSettings | str | os.PathLike[str] | None,
+    stack: LayerStack,
+    loaded: LoadedModel | None,
+    mode: str | None,
+) -> Plan | None:
+    """The plan that was asked for; in lossless mode, unless a speed was named, the one beside it that drafts best."""
+    depth = DepthSettings.of(asked)
+    plan = depth.choose(stack, loaded.name if loaded is not None else None)
+    return drafter_of(plan) if plan is not None and mode == "lossless" and depth.speedup is None else plan
+
+
 def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: bool | None) -> LayerStack:
     """The model's layers, with compiled passes where it is on a CPU."""
+    if isinstance(model, LoadedModel):
+        quantize = model.quantize_as_filed() if quantize is None and fast is not False else quantize
+        model, origin = model.model, model.origin
     if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
         return LayerStack.of(model)
-    from depthdecay.cpu.compiled_stack import open_stack
+    from depthdecay.cpu.open_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast)
 

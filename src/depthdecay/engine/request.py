@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from depthdecay.arguments import whole_number
-from depthdecay.errors import ContextError, DepthDecayError, MissingNameError, one_line
+from depthdecay.engine.sampling import ScoreChanges
+from depthdecay.errors import ArgumentError, ContextError, DepthDecayError, MissingNameError, one_line
 from depthdecay.internals import completed_generation_config
 from depthdecay.model.prompts import as_batch, plain, token_ids
 from depthdecay.speculative.expected_gain import LONGEST
@@ -39,7 +41,7 @@ class Request:
     pad_token_id: int
     stop: tuple[str, ...]
     seed: int | None
-    logits_processor: Sequence[Any] | None
+    logits_processor: Sequence[Any] | None  # as a `Sampler` takes them
     stopping_criteria: StoppingCriteriaList
     lookup: int  # in lossless mode: draft what followed the same words before, at most so many; 0 for none
     window: int  # in lossless mode: the most drafts before a verification
@@ -50,11 +52,13 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     if unknown:
         raise DepthDecayError(f"unknown setting '{unknown[0]}'; known are {', '.join(sorted((*_PASSED_ON, *_OWN)))}")
     vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
-    config = _generation_config(engine.stack.model, settings, vocabulary)
-    stop = _stop_strings(engine, settings.get("stop"))
+    own = _defaults(engine.stack.model, settings.get("generation_config"))
+    config = _generation_config(engine.stack.model, own, settings, vocabulary)
+    stop = _stop_strings(engine, own, settings.get("stop"))
+    _yes_or_no("control_tokens_in_content", settings.get("control_tokens_in_content") or False, vocabulary)
     ids = [token_ids(engine.tokenizer, prompt, settings, vocabulary) for prompt in as_batch(prompts)]
     prompt_length = max(map(len, ids))
-    new_tokens = _new_tokens(engine, max_new_tokens, prompt_length)
+    new_tokens = _new_tokens(engine, own, max_new_tokens, prompt_length)
     # As generate completes them: processors that act near the end of the text read these.
     config.max_length = prompt_length + new_tokens
     if config.min_new_tokens is not None:
@@ -65,13 +69,16 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     return Request(
         prompts=ids,
         max_new_tokens=new_tokens,
-        own_limits=[_new_tokens(engine, max_new_tokens, len(prompt)) for prompt in ids],
+        own_limits=[_new_tokens(engine, own, max_new_tokens, len(prompt)) for prompt in ids],
         generation_config=config,
         eos_token_ids=frozenset(eos),
         pad_token_id=pads[0] if pads else 0,
         stop=stop,
         seed=_seed(settings.get("seed")) if config.do_sample else None,
-        logits_processor=_functions("logits_processor", settings.get("logits_processor")),
+        logits_processor=[
+            *_score_changes(settings, vocabulary),
+            *_functions("logits_processor", settings.get("logits_processor")),
+        ],
         stopping_criteria=StoppingCriteriaList(_functions("stopping_criteria", settings.get("stopping_criteria"))),
         lookup=_lookup(settings.get("lookup"), min(map(len, ids))),
         window=_window(settings.get("window")),
@@ -82,7 +89,7 @@ _Check = Callable[[str, Any, int], Any]  # (name, value, size of the vocabulary)
 
 
 def _refuse(name: str, value: Any, expected: str) -> DepthDecayError:
-    return DepthDecayError(f"{name} is {reprlib.repr(value)}; expected {expected}")
+    return ArgumentError(f"{name} is {reprlib.repr(value)}; expected {expected}", name)
 
 
 def _whole(low: int) -> _Check:
@@ -162,6 +169,16 @@ def _biases(name: str, value: Any, vocabulary: int) -> dict[tuple[int, ...], flo
     return {tuple(_tokens(name, ids, vocabulary)): bias for ids, bias in pairs} or None
 
 
+def _token_biases(name: str, value: Any, vocabulary: int) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "a mapping from token ids to numbers from -100 to 100")
+    bias = _real(-100, 100, "a number from -100 to 100")
+    return {
+        _token(f"{name}: one token", plain(token), vocabulary): bias(f"{name} of {token}", plain(own), vocabulary)
+        for token, own in value.items()
+    }
+
+
 _SAMPLING: dict[str, _Check] = {
     "temperature": _real(0, 1e6, "0 (greedy) or more"),
     "top_k": _whole(0),
@@ -182,7 +199,16 @@ _PASSED_ON: dict[str, _Check] = {
     "suppress_tokens": _tokens,
     "sequence_bias": _biases,
 }
-_OWN = ("seed", "stop", "chat", "system", "logits_processor", "stopping_criteria", "lookup", "window")
+_SCORES: dict[str, _Check] = {
+    "frequency_penalty": _real(-2, 2, "a number from -2 to 2 (0 is none)"),
+    "presence_penalty": _real(-2, 2, "a number from -2 to 2 (0 is none)"),
+    "logit_bias": _token_biases,
+}
+_OWN = (
+    *_SCORES,
+    *("seed", "stop", "chat", "system", "control_tokens_in_content"),
+    *("logits_processor", "stopping_criteria", "lookup", "window", "generation_config"),
+)
 
 # What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.
 _NOT_DONE: dict[str, Any] = {
@@ -191,8 +217,24 @@ _NOT_DONE: dict[str, Any] = {
 }
 
 
-def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) -> Any:
-    own = model.generation_config
+def _defaults(model: Any, given: Any) -> Any:
+    """The settings that hold where the call says nothing: a generation_config that it gives, over the model's own."""
+    if given is None:
+        return model.generation_config
+    if not isinstance(given, GenerationConfig):
+        raise _refuse("generation_config", given, "a transformers GenerationConfig")
+    own = copy.deepcopy(model.generation_config)
+    own.update(**_said_by(given))
+    return own
+
+
+def _said_by(config: GenerationConfig | None) -> dict[str, Any]:
+    """What a generation_config sets; None leaves a setting to the model, as in generate."""
+    values = {} if config is None else config.to_dict()
+    return {name: value for name, value in values.items() if value is not None and name != "transformers_version"}
+
+
+def _generation_config(model: Any, own: Any, settings: dict[str, Any], vocabulary: int) -> Any:
     for name, nothing in _NOT_DONE.items():
         value = getattr(own, name, None)
         if value is not None and value != nothing:
@@ -225,7 +267,7 @@ def _generation_config(model: Any, settings: dict[str, Any], vocabulary: int) ->
     }
     try:
         # What nobody has said is left to transformers' own defaults.
-        config = completed_generation_config(model, None, **said)
+        config = completed_generation_config(model, None, **{**_said_by(settings.get("generation_config")), **said})
         config.eos_token_id = chosen["eos_token_id"]
         for name in () if sampling else _SAMPLING:
             setattr(config, name, None)
@@ -258,7 +300,7 @@ def _own_value(own: Any, name: str, vocabulary: int) -> Any:
         ) from None
 
 
-def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
+def _new_tokens(engine: Engine, own: Any, asked: Any, prompt_length: int) -> int:
     """As generate decides: the caller, the model's max_new_tokens, its max_length (which counts the prompt)."""
     if asked is not None:
         asked = whole_number("max_new_tokens", plain(asked), 1)
@@ -267,7 +309,6 @@ def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
         raise ContextError(
             f"the prompt has {prompt_length} tokens, but the model's context holds {limit} and needs one for the answer"
         )
-    own = engine.stack.model.generation_config
     wanted = asked or _own_value(own, "max_new_tokens", 0)
     if wanted is None and own.max_length not in (None, 20):  # 20 is what transformers fills in
         wanted = _own_value(own, "max_length", 0) - prompt_length
@@ -280,8 +321,8 @@ def _new_tokens(engine: Engine, asked: Any, prompt_length: int) -> int:
     return int(min(wanted, limit - prompt_length) if limit is not None else wanted)
 
 
-def _stop_strings(engine: Engine, given: Any) -> tuple[str, ...]:
-    stop = engine.stack.model.generation_config.stop_strings if given is None else given
+def _stop_strings(engine: Engine, own: Any, given: Any) -> tuple[str, ...]:
+    stop = own.stop_strings if given is None else given
     stop = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
         raise _refuse("stop", stop, "a non-empty string or a list of them")
@@ -289,6 +330,18 @@ def _stop_strings(engine: Engine, given: Any) -> tuple[str, ...]:
         whose = "the stop strings of the model's generation_config" if given is None else "stop strings"
         raise DepthDecayError(f"{whose} need a tokenizer; Engine(model, tokenizer, plan) takes one")
     return tuple(stop)
+
+
+def _score_changes(settings: dict[str, Any], vocabulary: int) -> list[ScoreChanges]:
+    """OpenAI's settings, where they change anything. A model's generation_config has none of them."""
+    changes = ScoreChanges(
+        **{
+            name: check(name, plain(settings[name]), vocabulary)
+            for name, check in _SCORES.items()
+            if settings.get(name) is not None
+        }
+    )
+    return [] if changes == ScoreChanges() else [changes]
 
 
 def _functions(name: str, given: Any) -> list[Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from depthdecay.internals import logits_processors
 
@@ -69,6 +70,52 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+class LogitBias(LogitsProcessor):  # type: ignore[misc]
+    """Adds a number to the scores of some tokens."""
+
+    def __init__(self, biases: Mapping[int, float], device: torch.device) -> None:
+        self.biases = tuple(sorted(biases.items()))
+        self.tokens = torch.tensor([token for token, _ in self.biases], device=device)
+        self.values = torch.tensor([bias for _, bias in self.biases], device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, self.tokens, self.values.expand(len(scores), -1).contiguous())
+
+
+class AnswerPenalties(LogitsProcessor):  # type: ignore[misc]
+    """Lowers the scores of tokens that the answer has, once and by how often; the prompt is not counted."""
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
+        self.prompt_length = prompt_length
+        self.frequency = frequency
+        self.presence = presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[:, self.prompt_length :]
+        if answer.shape[1] == 0:
+            return scores
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+@dataclass(frozen=True)
+class ScoreChanges:
+    """What OpenAI's API has beside transformers' settings, with its meaning there."""
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def processors(self, prompt_length: int, device: torch.device) -> list[LogitsProcessor]:
+        """For answers behind prompts of so many tokens; none where nothing is asked for."""
+        made: list[LogitsProcessor] = []
+        if self.logit_bias:
+            made.append(LogitBias(self.logit_bias, device))
+        if self.frequency_penalty or self.presence_penalty:
+            made.append(AnswerPenalties(prompt_length, self.frequency_penalty, self.presence_penalty))
+        return made
+
+
 class Sampler:
     """Turns a step's logits into tokens on the device, without waiting for it."""
 
@@ -82,11 +129,15 @@ class Sampler:
         keys: Sequence[int],
         max_new_tokens: int,
     ) -> None:
+        """`logits_processor`: the caller's own, and `ScoreChanges`."""
         device = prompt_ids.device
-        self.processors: LogitsProcessorList = logits_processors(model, generation_config, prompt_ids, logits_processor)
+        batch, prompt_length = prompt_ids.shape
+        own: list[Any] = []
+        for given in logits_processor or ():
+            own += given.processors(prompt_length, device) if isinstance(given, ScoreChanges) else [given]
+        self.processors: LogitsProcessorList = logits_processors(model, generation_config, prompt_ids, own)
         self.is_sampling = bool(generation_config.do_sample)
         self.keys = step_keys(keys, max_new_tokens, device) if self.is_sampling else None
-        batch, prompt_length = prompt_ids.shape
         self.prompt_length = prompt_length
         self.history = torch.zeros((batch, prompt_length + max_new_tokens), dtype=torch.long, device=device)
         self.history[:, :prompt_length] = prompt_ids
@@ -132,6 +183,7 @@ _BLIND = {
     "TopKLogitsWarper": "top_k",
     "TopPLogitsWarper": "top_p",
     "MinPLogitsWarper": "min_p",
+    "LogitBias": "biases",
 }
 
 

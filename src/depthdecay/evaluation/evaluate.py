@@ -8,28 +8,35 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from depthdecay.cpu.compiled_stack import open_stack
+from depthdecay.arguments import Number, whole_number
+from depthdecay.cpu.open_stack import open_stack
+from depthdecay.cpu.packed_weights import check_setting
+from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.evaluation.answers import Answerer, Answers, Questions
 from depthdecay.evaluation.gsm8k import EXEMPLARS
-from depthdecay.evaluation.methods import MethodPlan, contenders
+from depthdecay.evaluation.methods import MethodPlan, checked_speedups, chosen_methods, contenders
 from depthdecay.evaluation.report import CostSpeedup, EvaluationReport, EvaluationRow, compare, make_row
-from depthdecay.evaluation.task import Score, Task
+from depthdecay.evaluation.task import Score, Task, TaskOptions, open_task
 from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.files import write_whole
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.model.prompts import prompt_ids
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.identity import identity
 from depthdecay.plan.plan import Plan
+from depthdecay.result_files import require_writable, write_result
+
+if TYPE_CHECKING:
+    import torch
 
 _WORK_FORMAT = 1  # of the batches in work files
 
@@ -49,6 +56,93 @@ class EvaluationSettings:
 
 
 def evaluate(
+    model: str | LoadedModel,
+    task: str | Task,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    *,
+    methods: Sequence[str] | None = None,
+    speedups: Sequence[Number] = (),
+    over_tokens: int = 256,
+    data: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    subtasks: Sequence[str] | None = None,
+    prompts_dir: str | os.PathLike[str] | None = None,
+    chat: bool | None = None,
+    max_new_tokens: int | None = None,
+    batch: int = 64,
+    allow_other_weights: bool = False,
+    result_file: str | os.PathLike[str] | None = None,
+    answers_file: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> EvaluationReport:
+    """Ask every method the questions of a task, at the same layer budgets, and compare each with full depth.
+
+        report = dd.evaluate("smollm2-135m", "gsm8k", "my-plan", limit=200)
+        for row in report.rows:
+            print(row.title, row.accuracy, row.layer_speedup, row.difference_to_full)
+
+    Tasks are gsm8k, bbh, humaneval, mbpp, squad, or a `Task` of your own; `data`, `limit`, `shots`, `subtasks` and
+    `prompts_dir` say where a named one finds its questions, and which are asked. `methods` are some of full, lossless,
+    depthdecay (the plan), and rules of others, which take a layer budget of `speedups`, averaged over `over_tokens`;
+    without, full depth and the plan as it is. `device`, `dtype` and `trust_remote_code` are for a model given by name.
+
+    A `result_file` gets the report with machine and versions; beside it every finished batch is kept until then, so
+    that an interrupted call goes on when it is repeated. `answers_file` gets every answer, a line each.
+    """
+    names = chosen_methods(methods, speedups, plan is not None)
+    budgets = checked_speedups(speedups)
+    whole_number("over_tokens", over_tokens, 1)
+    whole_number("batch", batch, 1)
+    if max_new_tokens is not None:
+        whole_number("max_new_tokens", max_new_tokens, 1)
+    check_setting(quantize)
+    stored = DepthSettings.of(plan).stored()
+    asked = _opened(task, TaskOptions(_path(data), limit, shots, _tuple(subtasks), _path(prompts_dir)))
+    target, answers = require_writable(result_file), require_writable(answers_file)
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    if loaded.tokenizer is None:
+        raise DepthDecayError(f"'{loaded.name}' has no tokenizer, so it cannot be asked anything; give one that has")
+    settings = EvaluationSettings(
+        names,
+        budgets,
+        over_tokens,
+        batch,
+        max_new_tokens,
+        chat,
+        allow_other_weights,
+        loaded.quantize_as_filed() if quantize is None else quantize,
+    )
+    work = WorkFile(None) if target is None else WorkFile.beside(target)
+    say = progress or (lambda message: None)
+    report = run_evaluation(loaded, asked, settings, stored, work=work, answers_file=answers, progress=say)
+    write_result(target, report.to_dict())
+    work.remove()
+    return report
+
+
+def _opened(task: str | Task, options: TaskOptions) -> Task:
+    if isinstance(task, str):
+        return open_task(task, options)
+    given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
+    if given:
+        raise ArgumentError(f"{given[0]} is for a task given by its name; yours has its own options", given[0])
+    return task
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)
+
+
+def run_evaluation(
     loaded: LoadedModel,
     task: Task,
     settings: EvaluationSettings,
@@ -167,9 +261,10 @@ def _refuse_early(plan: Plan, stack: LayerStack, allow_other_weights: bool) -> N
 def _require_room(stack: LayerStack, questions: Questions) -> None:
     longest, limit = max(map(len, questions.prompts)), stack.context_limit()
     if limit is not None and longest + questions.max_new_tokens > limit:
-        raise DepthDecayError(
+        raise ArgumentError(
             f"the longest prompt has {longest} tokens, which with {questions.max_new_tokens} new ones exceeds the "
-            f"model's context of {limit}; take fewer --max-new-tokens or --shots"
+            f"model's context of {limit}; take fewer max_new_tokens or shots",
+            *("max_new_tokens", "shots"),
         )
 
 

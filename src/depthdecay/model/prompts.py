@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.model.control_tokens import control_tokens
 
 
 def as_batch(prompts: Any) -> list[Any]:
@@ -33,10 +34,11 @@ def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary:
             raise DepthDecayError("text prompts need a tokenizer; pass token ids, or Engine(model, tokenizer, plan)")
         if isinstance(prompt, str) and not (prompt if settings.get("chat") is False else prompt.strip()):
             raise DepthDecayError("the prompt is empty; give at least one word")
+        control = {"control_tokens_in_content": bool(settings.get("control_tokens_in_content"))}
         if isinstance(prompt, str):
-            ids = prompt_ids(tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"))
+            ids = prompt_ids(tokenizer, prompt, chat=settings.get("chat"), system=settings.get("system"), **control)
         else:
-            ids = chat_ids(tokenizer, prompt)
+            ids = chat_ids(tokenizer, prompt, **control)
     else:
         ids = _whole_ids(prompt)
     if not ids:
@@ -47,20 +49,37 @@ def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary:
     return ids
 
 
-def prompt_ids(tokenizer: Any, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
-    """A prompt's token ids: as a user's turn for chat models, as plain text for others or with `chat=False`."""
+def prompt_ids(
+    tokenizer: Any,
+    text: str,
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    control_tokens_in_content: bool = False,
+) -> list[int]:
+    """A prompt's token ids: as a user's turn for chat models, as plain text for others or with `chat=False`.
+
+    Plain text may have control tokens: that is how a caller writes turns without the template.
+    """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat or (chat is None and has_template):
         turns = [{"role": "system", "content": system}] if system is not None else []
-        return chat_ids(tokenizer, [*turns, {"role": "user", "content": text}])
+        messages = [*turns, {"role": "user", "content": text}]
+        return chat_ids(tokenizer, messages, control_tokens_in_content=control_tokens_in_content)
     if system is not None:
         raise DepthDecayError("a system prompt needs a chat model; leave it out, or put its text into the prompt")
     _require_text("the prompt", text)
     return [int(token) for token in _needed(tokenizer).encode(text)]
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The token ids of a conversation, up to where the assistant's next answer begins."""
+def chat_ids(
+    tokenizer: Any, messages: Sequence[dict[str, str]], *, control_tokens_in_content: bool = False
+) -> list[int]:
+    """The token ids of a conversation, up to where the assistant's next answer begins.
+
+    `control_tokens_in_content`: read `<|im_end|>` and the like in a message as the tokens that end or begin turns. Else
+    they are text, as anything in a message is, and only the template writes such tokens.
+    """
     if not getattr(_needed(tokenizer), "chat_template", None):
         raise DepthDecayError(
             "this model has no chat template; use a plain prompt, or an instruct version of the model"
@@ -72,11 +91,19 @@ def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
             )
         for name in ("role", "content"):
             _require_text(f"the {name} of message {number}", message.get(name))
+    own = control_tokens(tokenizer)
+    if control_tokens_in_content or not own.are_in(messages):
+        ids = _templated(tokenizer, messages, return_dict=False)
+    else:
+        ids = own.chat_ids(messages, lambda marked: str(_templated(tokenizer, marked, tokenize=False)))
+    return [int(token) for token in ids]
+
+
+def _templated(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
     try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)
     except Exception as error:  # a template is the model's own code: it may raise on purpose, or anything at all
         raise DepthDecayError(f"the model's chat template refuses these messages: {one_line(error)}") from error
-    return [int(token) for token in ids]
 
 
 def _require_text(name: str, text: Any) -> None:

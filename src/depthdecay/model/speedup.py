@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from depthdecay.arguments import Number, exact_decimal
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
@@ -43,9 +43,11 @@ def plan_at_speedup(
             pass
     costs = Costs(stack, plan, repairs)
     lowest = max(1, plan.ladder.min_layers, min_layers or 0)
-    wanted = Fraction(exact_decimal("speed-up", speedup))
+    wanted = Fraction(exact_decimal("speedup", speedup))
     if not 1 <= wanted <= plan.num_layers:
-        raise DepthDecayError(f"speed-up is {speedup}; expected a number from 1 to {plan.num_layers}, the layers")
+        raise ArgumentError(
+            f"speedup is {speedup}; expected a number from 1 to {plan.num_layers}, the layers", "speedup"
+        )
 
     def made(asked: Fraction) -> Plan:
         units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than asked

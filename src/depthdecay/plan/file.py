@@ -11,6 +11,10 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.files import write_whole
 
 PLAN_FILE = "plan.json"
+DEFAULT = "default"
+EMBEDDED_MODEL = "smollm2-135m"  # the one that comes with the package, calibrated
+SHIPPED_PLANS = Path(__file__).parents[1] / "data"  # a folder each, by the model's name
+EMBEDDED_PLAN = SHIPPED_PLANS / EMBEDDED_MODEL
 _HUB_SECONDS = 10.0
 _REPOSITORY_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -51,7 +55,7 @@ def read_plan_file(path: str) -> tuple[Path, Any]:
 
 def fetch_beside(path: str, file: Path, name: str) -> None:
     """A plan from the Hub comes with the files that it names; a local one has them already, or will be refused."""
-    if Path(path).exists() or (file.parent / name).exists():
+    if local_plan(path).exists() or (file.parent / name).exists():
         return
     from huggingface_hub import hf_hub_download
 
@@ -64,6 +68,11 @@ def fetch_beside(path: str, file: Path, name: str) -> None:
         raise DepthDecayError(
             f"the plan of {path} names {name}, which cannot be fetched ({type(error).__name__})"
         ) from None
+
+
+def local_plan(path: str) -> Path:
+    """Where a plan of this name would lie here; `default` is the embedded model's, unless something has that name."""
+    return EMBEDDED_PLAN if path == DEFAULT and not Path(path).exists() else Path(path)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -82,7 +91,7 @@ def _locate(path: str) -> Path:
             f"the plan's path is empty; expected a .json file, a folder with {PLAN_FILE}, "
             "or a Hugging Face repository as owner/name"
         )
-    local = Path(path)
+    local = local_plan(path)
     try:
         if local.is_file():
             return local

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from depthdecay.arguments import Number, exact_decimal, whole_number
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import MAX_LAYERS
 
@@ -24,12 +24,12 @@ class Budget:
     def __post_init__(self) -> None:
         whole_number("num_layers", self.num_layers, 1, MAX_LAYERS)
         whole_number("over_tokens", self.over_tokens, 1)
-        if exact_decimal("speed-up", self.speedup) < 1:
-            raise DepthDecayError(f"speed-up is {self.speedup}; expected a number of at least 1")
+        if exact_decimal("speedup", self.speedup) < 1:
+            raise ArgumentError(f"speedup is {self.speedup}; expected a number of at least 1", "speedup")
 
     @property
     def layers(self) -> Fraction:
-        return self.num_layers * self.over_tokens / Fraction(exact_decimal("speed-up", self.speedup))
+        return self.num_layers * self.over_tokens / Fraction(exact_decimal("speedup", self.speedup))
 
 
 def _closest(budget: Budget, lowest: int, plan_at: Callable[[int], Plan]) -> Plan:

@@ -143,7 +143,7 @@ class Plan:
     @classmethod
     def decay(
         cls,
-        num_layers: int,
+        model: Any,
         alpha: Number,
         *,
         warmup_tokens: int = 0,
@@ -153,7 +153,11 @@ class Plan:
         drop_order: Sequence[int] | None = None,
         horizon: int | None = None,
     ) -> Plan:
-        """The paper's rule. A drop order names the flex layers itself; `core_head` and `core_tail` then do nothing."""
+        """The paper's rule, for a model or a number of layers: by guess, unless a drop order was measured.
+
+        A drop order names the flex layers itself; `core_head` and `core_tail` then do nothing.
+        """
+        num_layers = layer_count(model)
         ladder = _ladder(num_layers, core_head, core_tail, drop_order)
         floor = max(1, ladder.min_layers) if min_layers is None else min_layers
         return cls(ladder, PowerSchedule(num_layers, exact_alpha(alpha), warmup_tokens, floor, horizon), "decay")
@@ -161,7 +165,7 @@ class Plan:
     @classmethod
     def for_speedup(
         cls,
-        num_layers: int,
+        model: Any,
         speedup: Number,
         *,
         over_tokens: int = 256,
@@ -171,7 +175,12 @@ class Plan:
         core_tail: int = 2,
         drop_order: Sequence[int] | None = None,
     ) -> Plan:
-        """The slowest decay with at least this layer speed-up over so many tokens; the last depth is held beyond."""
+        """The slowest decay with at least this layer speed-up over so many tokens; the last depth is held beyond.
+
+        For a model or a number of layers; by guess, unless a drop order was measured. `Engine.from_pretrained(name,
+        speedup=…)` takes a calibrated plan where there is one.
+        """
+        num_layers = layer_count(model)
         ladder = _ladder(num_layers, core_head, core_tail, drop_order)
         floor = max(1, ladder.min_layers) if min_layers is None else min_layers
         alpha = solve_alpha(num_layers, speedup, over_tokens, warmup_tokens, floor)
@@ -266,7 +275,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a .json file, a folder that holds plan.json, or a Hugging Face repository id."""
+        """Read a .json file, a folder that holds plan.json, a Hugging Face repository id, or `default`.
+
+        `default` is the embedded model's calibrated plan, unless there is a file or folder of that name.
+        """
         from depthdecay.plan.file import fetch_beside, read_plan_file
 
         file, values = read_plan_file(os.fspath(path))
@@ -277,6 +289,17 @@ class Plan:
         if plan.repairs is not None:
             fetch_beside(os.fspath(path), file, plan.repairs)
         return plan
+
+
+def layer_count(model: Any) -> int:
+    """How many decoder layers a model has, in whichever form it was given; a number of them as it is."""
+    model = getattr(model, "stack", model)  # an engine's
+    if hasattr(model, "num_layers"):
+        return int(model.num_layers)
+    network = model if hasattr(model, "config") else getattr(model, "model", None)  # of a loaded model
+    if network is None:
+        return model  # type: ignore[no-any-return]  # checked by the ladder, which names it
+    return int(network.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _identity(values: Mapping[str, Any] | None) -> ModelIdentity | None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from depthdecay.arguments import Number, exact_decimal, whole_number
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 
 # Far above any real model; it keeps a damaged plan file from asking for a table that fills the memory.
 MAX_LAYERS = 10_000
@@ -221,9 +221,9 @@ def schedule_from_dict(values: Mapping[str, Any]) -> Schedule:
 
 def solve_alpha(num_layers: int, speedup: Number, over_tokens: int, warmup_tokens: int, min_layers: int) -> Decimal:
     """The slowest decay that reaches the layer speed-up over so many tokens, in as few digits as give its depths."""
-    wanted = exact_decimal("speed-up", speedup)
+    wanted = exact_decimal("speedup", speedup)
     if wanted < 1:
-        raise DepthDecayError(f"speed-up is {speedup}; expected a number of at least 1")
+        raise ArgumentError(f"speedup is {speedup}; expected a number of at least 1", "speedup")
     num_layers = whole_number("num_layers", num_layers, 1, MAX_LAYERS)
     over_tokens = whole_number("over_tokens", over_tokens, 1)
     full = num_layers * over_tokens

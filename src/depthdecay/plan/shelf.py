@@ -1,11 +1,19 @@
-"""Plans that lie beside another: at other speeds, and one to draft with."""
+"""Plans that are there already: shipped for a model, and beside another plan, at other speeds or to draft with."""
 
 from __future__ import annotations
 
-from depthdecay.plan.file import PLAN_FILE
+from pathlib import Path
+
+from depthdecay.plan.file import PLAN_FILE, SHIPPED_PLANS
 from depthdecay.plan.plan import Plan
 
 LOSSLESS_FOLDER = "lossless"  # beside a calibrated plan: one to draft with
+
+
+def shipped_plan(model: str) -> Plan | None:
+    """The calibrated plan that the package carries for a model of this name."""
+    folder = SHIPPED_PLANS / model
+    return Plan.load(folder) if Path(model).name == model and (folder / PLAN_FILE).is_file() else None
 
 
 def stored_plan(plan: Plan, speedup: float) -> Plan:

@@ -27,7 +27,7 @@ from starlette.routing import Match
 from depthdecay import __version__
 from depthdecay.engine.request import prepare_request
 from depthdecay.serve.api_errors import ApiError, json_response, shortened
-from depthdecay.serve.depth_choice import Depths
+from depthdecay.serve.depth_choice import DEFAULT_OVER, Depths
 from depthdecay.serve.guards import Guard, Scope
 from depthdecay.serve.metrics import Metrics
 from depthdecay.serve.reading import BodyReader, hung_up
@@ -51,6 +51,7 @@ class ServeSettings:
     max_body_bytes: int = 2**20
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] | None = None  # names in the Host header; None: any
+    control_tokens_in_content: bool = False  # whether a message may begin and end turns by spelling the tokens that do
 
 
 class CheckedRoute(APIRoute):
@@ -161,7 +162,8 @@ class Service:
         self.metrics = Metrics(worker)
         worker.on_step = self.metrics.step
         self.created = int(time.time())
-        self.most_speedup = self.depths.most_speedup()
+        # A short answer is mostly warm-up, so what can be reached grows with the length that it is averaged over.
+        self.most_speedups = {tokens: self.depths.most_speedup(tokens) for tokens in (16, 32, 64, 128, 256, 512, 1024)}
         self.bodies = BodyReader()
         vocabulary = self.engine.stack.model.get_input_embeddings().weight.shape[0]
         self.tokenizing = Tokenizing(self.engine.tokenizer, vocabulary, worker.batcher.max_positions)
@@ -177,7 +179,8 @@ class Service:
         about = {
             "num_layers": self.engine.stack.num_layers,
             "default_mode": self.engine.step_mode,
-            "max_speedup": self.most_speedup,
+            "max_speedup": self.most_speedups[DEFAULT_OVER],
+            "max_speedup_over": self.most_speedups,
             "max_tokens": self.worker.batcher.max_positions,
             "chat": bool(getattr(self.engine.tokenizer, "chat_template", None)),
         }
@@ -234,7 +237,9 @@ class Service:
         limit, most = max_tokens(asked), self.worker.batcher.max_positions
         top_p = None if asked.top_p is None else max(asked.top_p, LEAST_TOP_P)
         settings: dict[str, Any] = {"temperature": asked.temperature, "top_p": top_p, "seed": asked.seed}
-        settings |= {"stop": asked.stop, "chat": False}
+        settings |= {"frequency_penalty": asked.frequency_penalty, "presence_penalty": asked.presence_penalty}
+        settings |= {"logit_bias": asked.token_biases(), "stop": asked.stop, "chat": False}
+        settings["control_tokens_in_content"] = self.settings.control_tokens_in_content
         ids = await self.tokenizing.ids(prompts, settings)
 
         def complete() -> Any:

@@ -48,12 +48,12 @@ class Depths:
         least = {"min_layers": self.least}
         return plan_at_speedup(self.base, self.engine.stack, speedup, over_tokens, self.engine.repairs, **least)
 
-    def most_speedup(self) -> float:
-        """In tenths, what a request may ask for; for the page's slider."""
+    def most_speedup(self, over_tokens: int = DEFAULT_OVER) -> float:
+        """In tenths, what a request may ask for on average over so many tokens; for the page's slider."""
         most = 1.0
         for tenths in range(11, 31):
             try:
-                self.at_speedup(tenths / 10, DEFAULT_OVER)
+                self.at_speedup(tenths / 10, over_tokens)
             except DepthDecayError:
                 break
             most = tenths / 10

@@ -71,5 +71,7 @@ def _told(error: ValidationError) -> ApiError:
     param = ".".join(places) or None
     if found["type"] == "extra_forbidden":
         return ApiError(400, f"the parameter '{param}' is not supported", param=param, code="unsupported_parameter")
+    if found["type"] == "not_supported":
+        return ApiError(400, f"the parameter '{param}' {found['msg']}", param=param, code="unsupported_parameter")
     said = str(found["msg"]).removeprefix("Value error, ")
     return ApiError(400, f"{param}: {said}" if param else said, param=param, code="invalid_value")

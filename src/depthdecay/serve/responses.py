@@ -53,6 +53,8 @@ class Choice:
     result: Result | None = None
     # Told with the next piece of text: a token may hold half a character, or what might become a stop string.
     new_depths: list[int] = field(default_factory=list)
+    new_draft_depths: list[int | None] = field(default_factory=list)
+    layer_passes: int = 0  # so far, of a lossless answer
     new_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -85,6 +87,8 @@ class ApiAnswer:
         choice.text += update.text
         choice.depths.append(update.depth)
         choice.new_depths.append(update.depth)
+        choice.new_draft_depths.append(update.draft_depth)
+        choice.layer_passes = update.layer_passes
         if update.logprobs is not None:
             choice.new_logprobs.append(self._token_logprob(choice, update))
             choice.logprobs.append(choice.new_logprobs[-1])
@@ -158,6 +162,8 @@ class ApiAnswer:
                 account["ran_as"] = "full"  # the same answer, token by token
         if self.tell_depths and with_depths:
             account["depths"] = [choice.depths for choice in self.choices.values()]
+            if self.mode == "lossless":
+                account["draft_depths"] = [result.draft_depths for result in results]
         return account
 
     def opening(self) -> list[dict[str, Any]]:
@@ -174,7 +180,7 @@ class ApiAnswer:
             return None
         body: dict[str, Any] = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
         chunk = self._chunk(choice, body)
-        choice.new_depths, choice.new_logprobs = [], []
+        choice.new_depths, choice.new_draft_depths, choice.new_logprobs = [], [], []
         return chunk
 
     def _chunk(self, choice: Choice, body: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +189,8 @@ class ApiAnswer:
         told: dict[str, Any] = {}
         if self.tell_depths:
             told["depths"] = choice.new_depths
+            if self.mode == "lossless":
+                told |= {"draft_depths": choice.new_draft_depths, "layer_passes": choice.layer_passes}
         if all(other.result is not None for other in self.choices.values()):
             told = {**self.depth_account(with_depths=False), **told}
         if told:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 16
 MOST_TOP_LOGPROBS = 20
@@ -13,6 +15,7 @@ MOST_PROMPTS = 128
 MOST_MESSAGES = 2048  # as OpenAI's own API
 MOST_IDS = 2**20  # the server's context, which is shorter, is checked before anything is done with them
 MOST_FIELDS = 64  # of one object; each that is unknown would make an error of its own
+MOST_BIASES = 1024
 LONGEST_STOP = 1024  # characters; every new piece of text is held against all of them
 LONGEST_NAME = 1024
 _SEED = 2**63
@@ -39,6 +42,37 @@ def _form_of_prompt(given: Any) -> str | None:
 
 def _form_of_content(given: Any) -> str | None:
     return f"{FORM}text" if isinstance(given, str) else f"{FORM}parts" if isinstance(given, list) else None
+
+
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON has no numbers as names
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def few(most: int) -> BeforeValidator:
+    """Of an object with names of any kind: counted before, since each entry may make an error of its own."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > most:
+            raise ValueError(f"has {len(given)} entries; expected at most {most}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def only(*values: Any) -> BeforeValidator:
+    """Of a parameter that is not supported: the values that ask for nothing, which clients send all the same."""
+    told = " or ".join(map(json.dumps, values))
+
+    def check(given: Any) -> Any:
+        if not any(type(given) is type(value) and given == value for value in values):  # false, but no 0
+            raise PydanticCustomError("not_supported", "is not supported; leave it out, or say {told}", {"told": told})
+        return given
+
+    return BeforeValidator(check)
+
+
+Nothing = Annotated[list[Any], Field(max_length=0), only([])]
 
 
 class StrictModel(BaseModel):
@@ -78,6 +112,11 @@ class DepthRequest(StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    include_obfuscation: Annotated[Literal[False] | None, only(False)] = None
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
 
 
 class Asked(StrictModel):
@@ -89,6 +128,11 @@ class Asked(StrictModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
+    frequency_penalty: Penalty | None = Field(None, description="Times how often the answer has a token.")
+    presence_penalty: Penalty | None = Field(None, description="Once for every token that the answer has.")
+    logit_bias: Annotated[dict[TokenName, Bias] | None, few(MOST_BIASES)] = Field(
+        None, description="By token id, what is added to its score."
+    )
     stop: (
         Annotated[
             Annotated[Stop, Tag(f"{FORM}text")]
@@ -100,7 +144,11 @@ class Asked(StrictModel):
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Not used.")
     depth_decay: DepthRequest = DepthRequest.model_validate({})
+
+    def token_biases(self) -> dict[int, float] | None:
+        return None if self.logit_bias is None else {int(token): bias for token, bias in self.logit_bias.items()}
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Asked:
@@ -121,6 +169,15 @@ class CompletionRequest(Asked):
     ]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES, description="As many as n.")
+    echo: Annotated[Literal[False] | None, only(False)] = None
+    suffix: Annotated[Literal[""] | None, only("")] = None
+
+    @model_validator(mode="after")
+    def _all_are_told(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; all choices are told, so give n alone")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -140,6 +197,9 @@ class Message(StrictModel):
         | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), Tag(f"{FORM}parts")],
         Discriminator(_form_of_content, "not_a_content", "expected a text, or a list of parts of type text"),
     ]
+    # What an answer brings along when it is sent back.
+    annotations: Nothing | None = None
+    tool_calls: Nothing | None = None
 
     def plain(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -152,6 +212,21 @@ class ChatRequest(Asked):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    tools: Nothing | None = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, only("none", "auto")] = None
+    parallel_tool_calls: bool | None = Field(None, description="Not used: there are no tools.")
+    functions: Nothing | None = None
+    function_call: Annotated[Literal["none", "auto"] | None, only("none", "auto")] = None
+    response_format: Annotated[TextFormat | None, only({"type": "text"})] = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1), only(["text"])] = None
+    verbosity: Annotated[Literal["medium"] | None, only("medium")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, only("auto", "default")] = None
+    store: Annotated[Literal[False] | None, only(False)] = None
+    metadata: Annotated[dict[str, str] | None, few(MOST_FIELDS)] = Field(
+        None, description="Not used: nothing is stored."
+    )
+    safety_identifier: str | None = Field(None, description="Not used.")
+    prompt_cache_key: str | None = Field(None, description="Not used.")
 
     @model_validator(mode="after")
     def _said_once(self) -> ChatRequest:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm_engines import Answers, our_engine, save_tiny_model, stock_engine
 
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.integrations.vllm import is_installed
 from depthdecay.model import load as models
+from depthdecay.plan.file import EMBEDDED_PLAN
 
 # Not elsewhere: without vLLM, these files are collected beside all other tests.
 if is_installed():
@@ -59,7 +59,7 @@ def ours(smollm2: str) -> Any:
     blocks = 14 * 32 * 30 * 2 * 3 * 64 * 4
     return our_engine(
         smollm2,
-        {"plan": str(DEFAULT_PLAN)},
+        {"plan": str(EMBEDDED_PLAN)},
         block_size=32,
         kv_cache_memory_bytes=blocks,
         max_model_len=320,

@@ -16,19 +16,19 @@ import pytest
 from vllm_engines import Answers, answered, asked, our_engine
 
 from depthdecay import Plan
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.integrations.vllm.settings import server_depth
+from depthdecay.plan.file import EMBEDDED_PLAN
 
 SEVERAL = {"distributed_executor_backend": "mp", "enable_prefix_caching": False}
 
 
 def test_two_pipeline_stages_with_a_repair_across_them(smollm2: str, engine_answers: Answers) -> None:
     """The map of layers 14 and 15 runs in the first stage, and the second begins with a dropped layer."""
-    engine = our_engine(smollm2, {"plan": str(DEFAULT_PLAN)}, pipeline_parallel_size=2, **SEVERAL)
+    engine = our_engine(smollm2, {"plan": str(EMBEDDED_PLAN)}, pipeline_parallel_size=2, **SEVERAL)
     try:
         prompts = [engine_answers.ids(text) for text in ("The capital of France is", "Once upon a time", "Water boils")]
         depths = [{"alpha": 0.95}, {"alpha": 1}, {"alpha": 0.98}]
-        depth = server_depth({"plan": str(DEFAULT_PLAN)}, 30)
+        depth = server_depth({"plan": str(EMBEDDED_PLAN)}, 30)
         plans = [depth.plan_of({"depth_decay": asked_for}) for asked_for in depths]
         expected = [engine_answers(prompt, plan, 24) for prompt, plan in zip(prompts, plans, strict=True)]
         assert answered(engine, prompts, [asked(24, asked_for) for asked_for in depths]) == expected
@@ -95,7 +95,7 @@ def test_the_api_server_with_the_openai_client(server: str, engine_answers: Answ
         answer = client.completions.create(model="m", prompt=text, max_tokens=24, temperature=0, extra_body=body)
         return str(answer.choices[0].text)
 
-    depth = server_depth({"plan": str(DEFAULT_PLAN)}, 30)
+    depth = server_depth({"plan": str(EMBEDDED_PLAN)}, 30)
     ids = engine_answers.ids(text)
 
     def expected(plan: Plan) -> str:

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.vllm import check_version, register
 from depthdecay.integrations.vllm.layer_rows import Rows, Scheduled, Step
 from depthdecay.integrations.vllm.settings import server_depth, server_settings
+from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.plan.identity import ModelIdentity
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_a_servers_plan_is_a_file_or_numbers(tmp_path: Path) -> None:
 
 
 def test_requests_stay_on_the_servers_ladder_and_where_it_has_maps() -> None:
-    depth = server_depth({"plan": str(DEFAULT_PLAN)}, 30)
+    depth = server_depth({"plan": str(EMBEDDED_PLAN)}, 30)
     deepest = min(depth.plan.depths(1000))
     fast = depth.plan_of({"depth_decay": {"alpha": 0.5}})
     assert min(fast.depths(1000)) == deepest
@@ -54,10 +54,10 @@ def test_requests_stay_on_the_servers_ladder_and_where_it_has_maps() -> None:
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        ({"plan": str(DEFAULT_PLAN), "alpha": 0.9}, "and also alpha"),
+        ({"plan": str(EMBEDDED_PLAN), "alpha": 0.9}, "and also alpha"),
         ({"plan": 7}, "plan is 7"),
         ({"plan": "nowhere/at/all"}, "there is no plan"),
-        ({"plan": str(DEFAULT_PLAN)}, "for 30 layers, but the model has 12"),
+        ({"plan": str(EMBEDDED_PLAN)}, "for 30 layers, but the model has 12"),
         ({"alpha": 0}, "alpha is 0"),
         ({"alpah": 0.9}, "has alpah"),
         ({"horizon": 9}, "without alpha known are"),
@@ -72,7 +72,7 @@ def test_a_server_that_says_nonsense_is_refused(server: Any, message: str) -> No
 
 
 def test_a_plan_for_another_model_is_refused_by_its_shape() -> None:
-    depth = server_depth({"plan": str(DEFAULT_PLAN)}, 30)
+    depth = server_depth({"plan": str(EMBEDDED_PLAN)}, 30)
     same = ModelIdentity("LlamaForCausalLM", 30, 576, 9, 49152)
     depth.check_shape(same)
     with pytest.raises(DepthDecayError, match="hidden size 576 against 512"):
@@ -111,7 +111,7 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
     ("words", "message"),
     [
         (["--hf-overrides", "{}"], "--hf-overrides is set by this command"),
-        (["--plan", str(DEFAULT_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
+        (["--plan", str(EMBEDDED_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
     ],
 )
 def test_flags_that_would_undo_each_other_are_refused(words: list[str], message: str) -> None:

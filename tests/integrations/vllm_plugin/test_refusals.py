@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from vllm_engines import asked, our_engine, stock_engine
 
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.errors import DepthDecayError
+from depthdecay.plan.file import EMBEDDED_PLAN
 
 
 def configured(model: str, **settings: Any) -> Any:
@@ -44,7 +44,7 @@ def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_schedule
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "a cache must not leave this engine",
         ),
-        ({"depth_decay": {"plan": str(DEFAULT_PLAN)}}, "the plan is for 30 layers, but the model has 8"),
+        ({"depth_decay": {"plan": str(EMBEDDED_PLAN)}}, "the plan is for 30 layers, but the model has 8"),
         ({"depth_decay": {"alpha": 2}}, "alpha is 2"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_plan_with_maps_for_other_weights_is_refused_when_weights_are_loaded(s
     weights = load_file(other / "model.safetensors")
     save_file({name: -tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="other weights"):
-        our_engine(str(other), {"plan": str(DEFAULT_PLAN)})
+        our_engine(str(other), {"plan": str(EMBEDDED_PLAN)})
 
 
 @pytest.mark.parametrize(

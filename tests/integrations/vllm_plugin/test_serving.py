@@ -8,8 +8,8 @@ import pytest
 from vllm_engines import Answers, answered, asked
 
 from depthdecay import Plan
-from depthdecay.cli.options import DEFAULT_PLAN
 from depthdecay.integrations.vllm.settings import server_depth
+from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.plan.ladder import runs_of
 
 TEXTS = ["The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):\n", "Water boils"]
@@ -18,7 +18,7 @@ DEPTHS: list[Any] = [{"alpha": 0.95}, {"alpha": 1}, {"alpha": "0.99", "warmup_to
 
 
 def plan_of(depth: Any) -> Plan:
-    return server_depth({"plan": str(DEFAULT_PLAN)}, 30).plan_of({"depth_decay": depth})
+    return server_depth({"plan": str(EMBEDDED_PLAN)}, 30).plan_of({"depth_decay": depth})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_without_a_word_a_request_gets_the_servers_plan(
     ours: Any, engine_answers: Answers, prompts: list[list[int]]
 ) -> None:
     tokens = 48
-    expected = engine_answers(prompts[1], Plan.load(DEFAULT_PLAN), tokens)
+    expected = engine_answers(prompts[1], Plan.load(EMBEDDED_PLAN), tokens)
     assert answered(ours, prompts[1:2], asked(tokens)) == [expected]
     assert expected != engine_answers(prompts[1], Plan.full(30), tokens)
 

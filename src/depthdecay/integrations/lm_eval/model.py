@@ -7,14 +7,18 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from depthdecay.cli.options import DEFAULT_MODEL, ModelOptions, PlanOptions, open_engine
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings, require_mode
 from depthdecay.errors import DepthDecayError
+from depthdecay.model.load import load
+from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
 
 # What lm-eval's class does with a model that is loaded already. The rest is about loading, which is ours.
@@ -30,7 +34,7 @@ class DepthDecayLM(HFLM):
 
     def __init__(
         self,
-        pretrained: str = DEFAULT_MODEL,
+        pretrained: str = EMBEDDED_MODEL,
         *,
         plan: str | None = None,
         alpha: str | None = None,
@@ -39,7 +43,7 @@ class DepthDecayLM(HFLM):
         mode: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
-        compile: bool = False,
+        compile: bool | None = None,
         trust_remote_code: bool = False,
         allow_other_weights: bool = False,
         **settings: Any,
@@ -50,11 +54,11 @@ class DepthDecayLM(HFLM):
             raise DepthDecayError(
                 f"the model argument '{unknown[0]}' is not known here; known of lm-eval's are {known}"
             )
-        model_options = ModelOptions(pretrained, device, dtype, compile, trust_remote_code=trust_remote_code)
-        plan_options = PlanOptions(plan, alpha, speedup, over)
-        loaded, self.engine = open_engine(
-            model_options, plan_options, None, mode, allow_other_weights=allow_other_weights
-        )
+        depth = DepthSettings(plan, alpha, speedup, over)
+        depth = replace(depth, plan=depth.stored())
+        require_mode(mode)
+        loaded = load(pretrained, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.engine = Engine(loaded, plan=depth, mode=mode, compile=compile, allow_other_weights=allow_other_weights)
         if loaded.tokenizer is None:
             raise DepthDecayError(f"'{pretrained}' has no tokenizer, and lm-eval asks with text; take a model with one")
         with _quiet("lm_eval.models.huggingface"):  # it says that settings may be ignored; such are refused above

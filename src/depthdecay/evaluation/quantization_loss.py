@@ -9,7 +9,7 @@ import torch
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts, variety
 from depthdecay.calibration.fidelity import compare
-from depthdecay.cpu.compiled_stack import open_stack
+from depthdecay.cpu.open_stack import open_stack
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
@@ -39,7 +39,7 @@ def measure_rounding(
     if not ids:
         raise DepthDecayError("fidelity is measured on prompts that come with the package, which need a tokenizer")
     progress("the model answers prompts")
-    texts = continue_prompts(Engine(loaded.model), ids, new_tokens, batch=8)
+    texts = continue_prompts(Engine(loaded.model, compile=False), ids, new_tokens, batch=8)
     stacks = {setting: open_stack(loaded.model, quantize=setting, origin=loaded.origin) for setting in settings}
     sums = {setting: torch.zeros(2, dtype=torch.float64) for setting in settings}
     tokens = 0

@@ -1,0 +1,97 @@
+"""Lossless mode: every method on the same prompts, and what its passes cost."""
+
+from __future__ import annotations
+
+from result_tables.results import (
+    MISSING,
+    Column,
+    Result,
+    failure,
+    link,
+    machine,
+    software,
+    table,
+    times,
+)
+
+LOSSLESS = (
+    "Decoding only, one prompt at a time, all methods in turns in one run. The speed-up is against our own full depth "
+    "on the same prompts. Ideal is what layer passes alone would give: a draft counts by its layers, a verification as "
+    "one full-depth step whatever its length. [Lossless mode](LOSSLESS.md) says how it works."
+)
+# Of runs before the settings named `compared`.
+CAPTURED = (
+    "Rows on fewer prompts were warmed up on one of them: where they need graphs for other lengths of text, capturing "
+    "these is in their time."
+)
+STEPS = (
+    "What passes cost, in full-depth steps, on random weights in the true shape; and the speed-up for a share of right "
+    "drafts, with the number of drafts a window that is best there."
+)
+
+
+def differing(row: Result) -> str:
+    """How many answers part from full depth's, and how far apart the two tokens' logits are there at most."""
+    found = row["differences"]
+    count = f"{row['answers_that_differ']} of {row['prompts']}"
+    return f"{count}, margin ≤ {max(abs(one['margin']) for one in found):.2g}" if found else count
+
+
+LOSSLESS_COLUMNS: tuple[Column, ...] = (
+    ("method", lambda row: row["method"]),
+    ("prompts", lambda row: str(row["prompts"])),
+    ("tokens/s", lambda row: "failed" if row["error"] else f"{row['tokens_per_second']:.0f}"),
+    ("speed-up", lambda row: times(row["speedup"])),
+    ("ideal", lambda row: MISSING if not row["passes_per_token"] else times(1 / row["passes_per_token"])),
+    ("drafts accepted", lambda row: MISSING if row["acceptance"] is None else f"{row['acceptance']:.1%}"),
+    (
+        "tokens a verification",
+        lambda row: MISSING if row["tokens_per_verification"] is None else f"{row['tokens_per_verification']:.2f}",
+    ),
+    ("layer passes a token", lambda row: MISSING if not row["passes_per_token"] else f"{row['passes_per_token']:.3f}"),
+    ("answers that differ", differing),
+)
+
+
+def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
+    """A table for each set of prompts, then the costs of passes by shape."""
+    lines: list[str] = []
+    if results:
+        lines += [LOSSLESS, ""]
+    for result in sorted(results, key=lambda r: (r["model"], r["file"])):
+        settings = result["settings"]
+        words = [
+            f"{settings['prompts']} prompts" + (f" (cut off {settings['cut_off']})" if "cut_off" in settings else ""),
+            f"up to {settings['new_tokens']} new tokens",
+            f"{settings['dtype']} on {machine(result)}",
+            *software(result),
+        ]
+        columns = LOSSLESS_COLUMNS
+        if settings["device"] == "cpu":  # times there compare within a run only
+            columns = tuple(column for column in columns if column[0] != "tokens/s")
+        lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
+        lines += [*table(columns, result["lossless_rows"]), ""]
+        for row in result["lossless_rows"]:
+            if row["error"]:
+                lines += [failure(row["method"], row), ""]
+        few = any(0 < row["prompts"] < settings["prompts"] for row in result["lossless_rows"])
+        if few and "compared" not in settings:
+            lines += [CAPTURED, ""]
+        lines += [f"`{result['command']}`", ""]
+    if steps:
+        lines += ["### What passes cost", "", STEPS, ""]
+    for result in sorted(steps, key=lambda r: (r["step_costs"]["full_ms"], r["file"])):
+        costs = result["step_costs"]
+        shares = sorted({row["acceptance"] for row in costs["speedups"]})
+        verified = ", ".join(f"{cost:.3f} for {tokens}" for tokens, cost in costs["verifications"].items())
+        words = [f"{costs['settings']['dtype']} on {machine({**result, **costs})}", *software(result)]
+        lines += [f"**{costs['model']}**, {link(result)}: {', '.join(words)}", ""]
+        lines += [f"A full-depth step takes {costs['full_ms']:.3f} ms. A verification costs {verified} tokens.", ""]
+        lines += ["| drafts at | a draft costs | " + " | ".join(f"{p:.0%} right" for p in shares) + " |"]
+        lines += ["|---" + "|---:" * (len(shares) + 1) + "|"]
+        for depth, cost in costs["drafts"].items():
+            fast = [row for row in costs["speedups"] if str(row["depth"]) == depth]
+            cells = " | ".join(f"{row['speedup']:.2f}x ({row['drafts']})" for row in fast)
+            lines += [f"| {depth} layers | {cost:.3f} | {cells} |"]
+        lines += ["", f"`{result['command']}`", ""]
+    return lines or ["None has been recorded yet. `depthdecay bench --mode lossless` writes one."]

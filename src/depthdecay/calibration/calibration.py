@@ -1,0 +1,236 @@
+"""Calibration from prompts to a plan: record, search the ladder, repair it, choose the fastest plan within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthdecay.calibration.calibrated import Calibrated, with_figures
+from depthdecay.calibration.choice import Shape, choose, choose_shape
+from depthdecay.calibration.drafter import make_drafter
+from depthdecay.calibration.fidelity import Simulator
+from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
+from depthdecay.calibration.goal import Goal
+from depthdecay.calibration.influence import block_influence, unrepaired_share
+from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.search import Found, Search
+from depthdecay.calibration.settings import CalibrationSettings
+from depthdecay.calibration.texts import RecordedTexts, Say
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.layers import LayerStack
+from depthdecay.model.repairs import Repair, Repairs, reached_depths
+from depthdecay.model.speedup import plan_at_speedup
+from depthdecay.plan.identity import identity
+from depthdecay.plan.ladder import Ladder, runs_of
+from depthdecay.plan.plan import Plan
+
+
+class Calibration:
+    """One model on one set of prompts. The parts are made in order, each kept for an interrupted run."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Any],
+        folder: Path,
+        settings: CalibrationSettings | None = None,
+        *,
+        name: str = "the model",
+        say: Say = lambda message: None,
+    ) -> None:
+        self.started = time.monotonic()
+        self.stack = LayerStack.of(model)
+        self.name = name
+        self.identity = identity(self.stack.model)
+        self.say = say
+        settings = settings or CalibrationSettings.for_device(self.stack.model.device)
+        texts = RecordedTexts(model, tokenizer, prompts, folder, settings, say)
+        self.settings, self.work, self.vocabulary = texts.settings, texts.work, texts.vocabulary
+        self.fit, self.select = texts.fit, texts.select
+        self.held_out, self.elsewhere = texts.held_out, texts.elsewhere
+        self.influence = block_influence(self.select)
+        self.found = self._search()
+        self.ladder_plan = self._ladder_plan()
+        self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
+        self.size: FitSettings | None = None  # once chosen
+
+    def _search(self) -> Found:
+        settings, layers = self.settings, self.stack.num_layers
+        few = max(1, -(-settings.search_prompts // settings.rows))
+        batches = self.fit.batches[:: max(1, len(self.fit.batches) // few)][:few]
+        recording = Recording(self.stack, batches + self.select.batches, max(self.fit.columns, self.select.columns))
+        started = time.monotonic()
+
+        def told(message: str, done: int, total: int) -> None:
+            left = (time.monotonic() - started) / done * (total - done)
+            self.say(f"searching the ladder, {message} (about {left:.0f} s left)")
+
+        kept = self.work.read("search")
+        search = Search(
+            recording,
+            fitted_on=len(batches),
+            candidates=range(1, layers - 1),
+            lowest_depth=max(2, int(layers * settings.lowest_share)),
+            settings=settings.maps[0],
+            layer_costs=[float(size) for size in self.stack.layer_bytes()],
+            beam=settings.beam,
+            width=settings.width,
+            first_width=settings.first_width,
+            seconds=60 * settings.minutes,
+            progress=told,
+            save=lambda beam: self.work.write("search", [found.to_dict() for found in beam]),
+        )
+        promise = unrepaired_share(self.select, settings.maps[0])
+        return search.run(promise, [Found.from_dict(values) for values in kept or ()])
+
+    @property
+    def least_layers(self) -> int:
+        """Where the ladder ends."""
+        return self.stack.num_layers - len(self.found.order)
+
+    def _ladder_plan(self) -> Plan:
+        plan = Plan.for_speedup(
+            self.stack.num_layers, 1, over_tokens=self.settings.new_tokens, drop_order=self.found.order
+        )
+        return plan.with_model(self.identity)
+
+    def constant_maps(self, settings: FitSettings, lowest: int) -> Repairs:
+        """Maps of every depth down to the lowest, each fitted as if all positions had run at that depth."""
+        layers = self.stack.num_layers
+        if settings not in self._traces:
+            self.forget_traces()
+        trace, maps = self._traces.get(settings, (Trace(self.fit), {}))
+        for layer in self.found.order[len(maps) : layers - lowest]:
+            trace = trace.without([layer], settings)
+            maps[layers - len(trace.dropped)] = trace.repairs
+            self.say(f"fitting maps at constant depth {layers - len(trace.dropped)}")
+        self._traces[settings] = trace, maps
+        return Repairs(maps)
+
+    def forget_traces(self) -> None:
+        """A trace holds the states of all texts at all layers."""
+        self._traces.clear()
+
+    def plan_at(self, speedup: float, settings: FitSettings, shape: Shape) -> Plan:
+        """The ladder with the decay that reaches a speed-up, maps of this size counted."""
+        sizes = _sizes_of_maps(self.ladder_plan, self.stack, settings)
+        tokens = self.settings.new_tokens
+        return plan_at_speedup(
+            self.ladder_plan,
+            self.stack,
+            round(speedup, 4),
+            tokens,
+            sizes,
+            warmup_tokens=int(shape.warmup * tokens),
+            min_layers=shape.floor,
+        )
+
+    def loss_at(self, speedup: float, settings: FitSettings, shape: Shape) -> float:
+        """KL on the texts to choose by, with maps fitted at constant depths."""
+        plan = self.plan_at(speedup, settings, shape)
+        visited = reached_depths(plan)
+        maps = self.constant_maps(settings, min(visited, default=plan.num_layers))
+        return Simulator(self.select).measure(plan, maps.only(set(visited))).kl
+
+    def repaired(self, speedup: float, settings: FitSettings, shape: Shape) -> tuple[Plan, Repairs]:
+        """A plan for a speed-up with its maps: at constant depths, then again for the positions that it runs there.
+
+        Two depths more have maps than the plan visits, so that it can be re-scheduled; deeper, its ladder ends.
+        """
+        plan = self.plan_at(speedup, settings, shape)
+        visited = reached_depths(plan)
+        lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - 2)
+        constant = self.constant_maps(settings, lowest)
+        self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons a layer")
+        fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
+        maps = {depth: maps for depth, maps in constant.at_depth.items() if depth >= lowest} | dict(fitted.at_depth)
+        ladder = Ladder(plan.num_layers, plan.ladder.drop_order[: plan.num_layers - lowest])
+        return replace(plan, ladder=ladder), Repairs(maps, self.vocabulary)
+
+    def make(self, goal: Goal) -> Calibrated:
+        """The fastest plan whose held-out loss, with its confidence bound, is inside the budget."""
+        if goal.lossless:
+            return make_drafter(self)
+        if goal.speedup is not None:
+            return self._finish(goal, goal.speedup, *choose(self, goal.speedup))
+        assert goal.budget is not None
+        speedup = self._fastest_guess(goal)
+        settings, shape, tried = choose(self, speedup)
+        nearest: Calibrated | None = None
+        while speedup >= _LEAST_SPEEDUP:
+            made = self._finish(goal, speedup, settings, shape, tried)
+            if made.figures["promise"]["bound"] <= goal.budget:
+                return made
+            nearest = made
+            speedup = 1 + (speedup - 1) * 0.85
+            shape, more = choose_shape(self, speedup, settings)
+            tried += more
+        words = "no plan was found"
+        if nearest is not None:
+            promise = nearest.figures["promise"]
+            words = (
+                f"the nearest is {promise['layer_speedup']:.3f}x at {promise['held_out']:.4f} "
+                f"(at most {promise['bound']:.4f} with 95% confidence)"
+            )
+        raise DepthDecayError(
+            f"no plan of this model keeps the {goal.measure} within {goal.budget:g} on held-out text; {words}"
+        )
+
+    def _fastest_guess(self, goal: Goal) -> float:
+        """A speed-up to start from: bisection on texts to choose by, with maps of the first size at constant depths."""
+        assert goal.budget is not None
+        settings = self.size or self.settings.maps[0]
+        maps = self.constant_maps(settings, self.least_layers)
+        low, high = 1.0, self.fastest(settings)
+        simulator = Simulator(self.select)
+        for _ in range(7):
+            middle = (low + high) / 2
+            plan = self.plan_at(middle, settings, Shape(self.least_layers))
+            loss = goal.loss(simulator.measure(plan, maps.only(set(reached_depths(plan)))))
+            self.say(f"at {middle:.3f}x the loss is {loss:.4f}")
+            low, high = (middle, high) if loss <= goal.budget else (low, middle)
+        return max(low, _LEAST_SPEEDUP)
+
+    def fastest(self, settings: FitSettings) -> float:
+        """A speed-up just within what the ladder can reach."""
+        low, high = 1.0, 1 / self.settings.lowest_share
+        for _ in range(12):
+            middle = (low + high) / 2
+            try:
+                self.plan_at(middle, settings, Shape(self.least_layers))
+                low = middle
+            except DepthDecayError:
+                high = middle
+        return low
+
+    def _finish(
+        self, goal: Goal, speedup: float, settings: FitSettings, shape: Shape, tried: list[dict[str, Any]]
+    ) -> Calibrated:
+        plan, repairs = self.repaired(speedup, settings, shape)
+        return with_figures(self, goal, speedup, plan, repairs, settings, shape, tried)
+
+
+_LEAST_SPEEDUP = 1.01
+
+
+def _sizes_of_maps(plan: Plan, stack: LayerStack, settings: FitSettings) -> Repairs:
+    """Stand-ins with the shapes that maps of these settings will have: costs are known before anything is fitted."""
+    hidden = stack.hidden_size
+    rank = min(settings.rank, hidden)
+    at_depth = {}
+    for depth in range(plan.ladder.min_layers, plan.num_layers):
+        maps = []
+        for start, end in runs_of(plan.dropped(depth)):
+            known = [stack.gated_mlp(layer) for layer in range(start, end)]
+            count = sum(min(settings.neurons, m.gate.shape[0]) for m in known if m) if all(known) else 0
+            shapes = [(rank, hidden), (hidden, rank), (hidden,)]
+            shapes += [(count, hidden), (count, hidden), (hidden, count)] if count else []
+            maps.append(Repair(start, end, *(torch.empty(shape, device="meta") for shape in shapes)))
+        at_depth[depth] = tuple(maps)
+    return Repairs(at_depth)

@@ -1,0 +1,101 @@
+"""Choices by measurement: the shape of a decay, and the size of its maps, with the lowest KL at a speed-up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from depthdecay.calibration.fit import FitSettings
+from depthdecay.errors import DepthDecayError
+
+if TYPE_CHECKING:
+    from depthdecay.calibration.calibration import Calibration
+
+_AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decay apart from its speed: where it ends, and after which share of the horizon it begins."""
+
+    floor: int
+    warmup: float = 0.0
+
+
+def choose_shape(run: Calibration, speedup: float, settings: FitSettings) -> tuple[Shape, list[dict[str, Any]]]:
+    """How deep the decay goes before it holds its depth, and how long it waits.
+
+    KL grows faster than the number of dropped layers, so a decay that stops early costs less than one that goes
+    deep late; but later tokens are easier. Which of the two weighs more is measured.
+    """
+    tried: list[dict[str, Any]] = []
+
+    def attempt(shape: Shape) -> float:
+        try:
+            kl = run.loss_at(speedup, settings, shape)
+        except DepthDecayError:  # not reachable: the floor is too high, or the ladder too short
+            return math.inf
+        tried.append({"min_layers": shape.floor, "warmup": shape.warmup, "kl": kl})
+        run.say(f"  KL {kl:.5f} at {speedup:g}x down to {shape.floor} layers, warm-up {shape.warmup:g}")
+        return kl
+
+    losses: dict[int, float] = {}
+    worse = 0
+    for floor in range(int(run.stack.num_layers / speedup), run.least_layers - 1, -1):
+        best = min(losses.values(), default=math.inf)
+        losses[floor] = attempt(Shape(floor))
+        worse = worse + 1 if losses[floor] >= best and math.isfinite(best) else 0
+        if worse == 2:  # it only gets deeper from here
+            break
+    best = min(losses.values(), default=math.inf)
+    if not math.isfinite(best):
+        run.plan_at(speedup, settings, Shape(run.least_layers))  # says why
+    # Longer answers go on at the floor, where nothing was measured: of equals the highest.
+    floor = max(floor for floor, kl in losses.items() if kl <= _AS_GOOD * best)
+    best, shape = losses[floor], Shape(floor)
+    for warmup in run.settings.warmups:
+        kl = attempt(replace(shape, warmup=warmup))
+        if kl < best:
+            best, shape = kl, replace(shape, warmup=warmup)
+    return shape, tried
+
+
+def choose(run: Calibration, speedup: float) -> tuple[FitSettings, Shape, list[dict[str, Any]]]:
+    """Shape of the decay, size of maps and ridge with the lowest KL at this speed-up.
+
+    On texts that nothing was fitted on. Further plans of one run differ in speed, hardly in the best size, so that
+    one is chosen once.
+    """
+    if run.size is not None:
+        shape, tried = choose_shape(run, speedup, run.size)
+        return run.size, shape, tried
+    first = run.settings.maps[0]
+    shape, tried = choose_shape(run, speedup, first)
+    best: dict[FitSettings, float] = {}
+
+    def attempt(settings: FitSettings) -> None:
+        if settings in best:
+            return
+        try:
+            kl = run.loss_at(speedup, settings, shape)
+        except DepthDecayError:
+            # Larger maps cost more, which may take one layer more than this floor leaves.
+            deeper = replace(shape, floor=max(shape.floor - 1, run.least_layers))
+            try:
+                kl = run.loss_at(speedup, settings, deeper)
+            except DepthDecayError:
+                return
+        best[settings] = kl
+        tried.append({**asdict(settings), "kl": kl})
+        run.say(f"  KL {kl:.5f} with rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}")
+
+    for settings in run.settings.maps:
+        attempt(settings)
+    for ridge in run.settings.ridges:
+        attempt(replace(min(best, key=lambda size: best[size]), ridge=ridge))
+    run.size = min(best, key=lambda size: best[size])
+    if run.size != first:
+        shape, more = choose_shape(run, speedup, run.size)
+        tried += more
+    return run.size, shape, tried

@@ -1,0 +1,170 @@
+"""Texts to calibrate by: prompts dealt out, answered by the full model, recorded; kept for an interrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthdecay.calibration.continuations import Continuation, Split, continue_prompts, split_prompts, variety
+from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.settings import CalibrationSettings
+from depthdecay.calibration.work_folder import WorkFolder
+from depthdecay.engine.engine import Engine
+from depthdecay.errors import ArgumentError, DepthDecayError
+from depthdecay.model.devices import free_bytes
+from depthdecay.model.layers import LayerStack
+from depthdecay.plan.identity import identity
+
+Say = Callable[[str], None]
+
+
+class RecordedTexts:
+    """Recordings of texts to fit on, to choose by and held out, and held-out ones of other kinds than the user's.
+
+    `settings` are those that were asked for, with a horizon that the texts reach.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Any],
+        folder: Path,
+        settings: CalibrationSettings,
+        say: Say,
+    ) -> None:
+        self.stack = LayerStack.of(model)
+        self.model = model
+        self.settings = settings
+        device = self.stack.model.device
+        self.say = say
+        split = self._split(prompts, tokenizer)
+        others = self._others(prompts, tokenizer, len(split.calibration))
+        inputs = {
+            "model": identity(self.stack.model).to_dict(),
+            "numbers": f"{self.stack.model.dtype} {device.type}",
+            "settings": repr(self.settings),
+            "prompts": split.calibration,
+            "held_out": split.held_out,
+            "others": others,
+        }
+        self.work = WorkFolder(folder, inputs)
+        split = self._that_fit(split, len(others), device)
+        texts = self._texts([*split.calibration, *split.held_out, *others])
+        again = self._answers_again(split.calibration[: self._fitted(len(split.calibration))], len(texts), device)
+        own, rest = texts[: len(split.calibration)], texts[len(split.calibration) :]
+        held_out, more = rest[: len(split.held_out)], rest[len(split.held_out) :]
+        self.settings = self._within_texts([*own, *held_out])
+        # Of the other kinds some are held out, the rest are fitted on. Choices go by the user's own texts alone: other
+        # kinds lose several times as much, and would outvote them.
+        elsewhere, more = more[: len(more) // 6], more[len(more) // 6 :]
+        fit = self._fitted(len(own))
+        seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
+        self.vocabulary = torch.tensor(sorted(seen))
+        self.fit = self._record([*own[:fit], *again, *more], "reading calibration texts")
+        self.select = self._record(own[fit:], "reading texts to choose by")
+        self.held_out = self._record(held_out, "reading held-out texts")
+        self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
+
+    def _fitted(self, count: int) -> int:
+        """How many of so many texts are fitted on; the others are chosen by."""
+        wanted = self.settings.fit_prompts + self.settings.select_prompts
+        return min(max(4, self.settings.fit_prompts * count // wanted), count)
+
+    def _others(self, prompts: Sequence[Any], tokenizer: Any, own: int) -> list[list[int]]:
+        """Prompts of other kinds than the user's: maps that have seen one kind of text only ruin all others."""
+        count = int(self.settings.variety * self._fitted(own))
+        return variety(count, tokenizer, besides=prompts, **self._bounds())
+
+    def _that_fit(self, split: Split, others: int, device: torch.device) -> Split:
+        """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy.
+
+        What was decided once is kept, so that an interrupted run goes on with the same prompts.
+        """
+        most = self._room_for_texts(device) - len(split.held_out) - others
+        kept = self.work.read("prompts")
+        most = min(most, len(split.calibration)) if kept is None else kept
+        if most < min(8, len(split.calibration)):
+            raise ArgumentError(
+                f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory to "
+                "calibrate in; ask for fewer new_tokens or held_out_prompts",
+                *("new_tokens", "held_out_prompts"),
+            )
+        self.work.write("prompts", most)
+        if most == len(split.calibration):
+            return split
+        self.say(f"the memory holds the states of {most} prompts, so fewer than {len(split.calibration)} are used")
+        return replace(split, calibration=split.calibration[:most])
+
+    def _room_for_texts(self, device: torch.device) -> int:
+        """How many texts' states the memory holds."""
+        size = torch.empty((), dtype=self.stack.model.dtype).element_size()
+        states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
+        return int(0.7 * free_bytes(device) / (2.5 * states))
+
+    def _within_texts(self, texts: Sequence[Continuation]) -> CalibrationSettings:
+        """A horizon that texts reach: what few of them come to cannot be measured, so it is not promised."""
+        lengths = sorted((len(text.tokens) for text in texts), reverse=True)
+        reached = max(lengths[len(lengths) // 4], 2)
+        if reached >= self.settings.new_tokens:
+            return self.settings
+        self.say(f"a quarter of the answers reach {reached} tokens, so that is the plan's horizon")
+        return replace(self.settings, new_tokens=reached)
+
+    def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
+        calibration = self.settings.fit_prompts + self.settings.select_prompts
+        held_out = self.settings.held_out_prompts
+        return split_prompts(prompts, tokenizer, calibration=calibration, held_out=held_out, **self._bounds())
+
+    def _bounds(self) -> dict[str, Any]:
+        """Which prompts a model takes, and the seed by which they are dealt out."""
+        limit, new_tokens = self.stack.context_limit(), self.settings.new_tokens
+        if limit is not None and limit <= new_tokens:
+            raise DepthDecayError(f"{new_tokens} new tokens do not fit the model's context of {limit}")
+        return {
+            "vocabulary": self.stack.model.get_input_embeddings().weight.shape[0],
+            "longest": None if limit is None else limit - new_tokens,
+            "seed": self.settings.seed,
+        }
+
+    def _texts(self, prompts: list[list[int]]) -> list[Continuation]:
+        """The full model's answers, from the work folder where they lie there."""
+        kept = self.work.read("texts")
+        if kept is not None:
+            self.say("going on with the texts of an interrupted run")
+            return [Continuation(tuple(p), tuple(t)) for p, t in zip(prompts, kept, strict=True)]
+        texts = self._answered(Engine(self.model, compile=False), prompts, "the full model answers prompts")
+        self.work.write("texts", [text.tokens for text in texts])
+        return texts
+
+    def _answered(
+        self, engine: Engine, prompts: list[list[int]], title: str, seed: int | None = None
+    ) -> list[Continuation]:
+        batch, told = min(self.settings.batch, len(prompts)), self._told(title)
+        return continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, seed=seed, progress=told)
+
+    def _answers_again(self, prompts: list[list[int]], texts: int, device: torch.device) -> list[Continuation]:
+        """Sampled answers to the same prompts, where these are few: maps need more text than choices do.
+
+        `texts` are there already, and the memory must hold them all.
+        """
+        kept = self.work.read("again")
+        if kept is None:
+            wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
+            rounds = min(max(wanted, 0) // len(prompts), self.settings.again)
+            engine, title = Engine(self.model, compile=False), "the full model answers the same prompts again"
+            answers = (self._answered(engine, prompts, title, seed=number + 1) for number in range(rounds))
+            kept = [text.tokens for answer in answers for text in answer]
+            self.work.write("again", kept)
+        repeated = prompts * (len(kept) // len(prompts))
+        return [Continuation(tuple(p), tuple(t)) for p, t in zip(repeated, kept, strict=True)]
+
+    def _record(self, texts: Sequence[Continuation], title: str) -> Recording:
+        return Recording.of(self.stack, texts, rows=self.settings.rows, progress=self._told(title))
+
+    def _told(self, title: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.say(f"{title}: {done} of {total}")

@@ -1,0 +1,17 @@
+"""What a command that takes long sets for its whole process, before the library runs."""
+
+from __future__ import annotations
+
+from depthdecay.cli.options import no_collection
+
+
+def settle(threads: int | None = None) -> None:
+    """Load the large libraries, whose objects stay; take so many threads; keep advice to programmers to ourselves."""
+    with no_collection():
+        from transformers.utils import logging
+
+        from depthdecay.cpu.threads import set_threads
+
+    if threads is not None:
+        set_threads(threads)
+    logging.set_verbosity_error()

@@ -1,0 +1,121 @@
+"""Puts the kernels for a few rows into a compiled layer by rewriting its traced graph.
+
+So they serve every architecture, and no modelling code is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from depthdecay import internals
+from depthdecay.cuda.kernels import dependent_launch as waiting
+from depthdecay.cuda.kernels import gemv
+
+_GraphPass: Any = internals.graph_pass_class()
+
+
+class GemvPass(_GraphPass):
+    """Replaces matrix products with one row by `gemv`, those that share their input by one call.
+
+    With `skinny`, those with several rows are replaced too, by `skinny_gemm`, which takes at most 16.
+    """
+
+    def __init__(self, overlap: bool, skinny: bool = False) -> None:
+        self.overlap = overlap
+        self.skinny = skinny
+
+    def __call__(self, graph: fx.Graph) -> None:
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if _weight_of(node, self.skinny) is not None:
+                groups.setdefault(_source_of(_vector_of(node)), []).append(node)
+        for products in groups.values():
+            for start in range(0, len(products), gemv.MOST_MATRICES):
+                _replace(graph, products[start : start + gemv.MOST_MATRICES], self.overlap)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        sizes = (gemv.SKINNY_COLUMNS, gemv.SKINNY_STAGES, gemv.PROGRAMS, gemv.MOST_PARTS, gemv.MOST_TILE)
+        return internals.files_key(
+            # The last two say where generated kernels wait.
+            (__file__, gemv.__file__, waiting.__file__, internals.__file__),
+            extra=" ".join(map(str, (self.overlap, self.skinny, *sizes))),
+        )
+
+
+def _vector_of(node: fx.Node) -> fx.Node:
+    vector = node.args[1] if node.target is torch.ops.aten.addmm.default else node.args[0]
+    assert isinstance(vector, fx.Node)
+    return vector
+
+
+def _source_of(node: fx.Node) -> fx.Node:
+    """The tensor behind reshapes: each product comes with its own view of the same vector."""
+    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+    while node.target in views and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _weight_of(node: fx.Node, skinny: bool = True) -> fx.Node | None:
+    """The (rows, columns) matrix of a product that `gemv`, or where asked for `skinny_gemm`, can do; else None."""
+    if node.op != "call_function" or node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return None
+    if node.target is torch.ops.aten.addmm.default and node.kwargs:
+        return None  # alpha or beta
+    transposed = node.args[-1]
+    if not isinstance(transposed, fx.Node) or transposed.target is not torch.ops.aten.permute.default:
+        return None
+    weight = transposed.args[0]
+    if not isinstance(weight, fx.Node) or weight.op != "placeholder":
+        return None
+    value, vector = weight.meta["val"], _vector_of(node).meta["val"]
+    is_transpose = list(transposed.args[1]) == [1, 0]  # type: ignore[arg-type]
+    half = value.dtype in (torch.bfloat16, torch.float16) and vector.dtype == value.dtype
+    known = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    if not (is_transpose and half and known and vector.dim() == 2 and value.is_contiguous()):
+        return None
+    if _is_one(vector):
+        return weight
+    # A number of rows that is a symbol stands for the sizes of verifications, which are few.
+    fits = isinstance(vector.shape[0], torch.SymInt) or vector.shape[0] <= gemv.MOST_ROWS
+    return weight if skinny and gemv.is_even(value) and fits else None
+
+
+def _is_one(vector: torch.Tensor) -> bool:
+    return not isinstance(vector.shape[0], torch.SymInt) and vector.shape[0] == 1
+
+
+def _replace(graph: fx.Graph, products: list[fx.Node], overlap: bool) -> None:
+    vector = _vector_of(products[0])
+    weights = [weight for weight in map(_weight_of, products) if weight is not None]
+    with graph.inserting_before(products[0]):
+        rows = [weight.meta["val"].shape[0] for weight in weights]
+        x = vector.meta["val"]
+        if _is_one(x):
+            joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, overlap))
+            joined.meta["val"] = x.new_empty((1, sum(rows)))
+        else:
+            parts = graph.call_function(torch.ops.depthdecay.skinny_gemm.default, (vector, weights, overlap))
+            shape = (gemv.tiling([weight.meta["val"] for weight in weights]).parts, x.shape[0], sum(rows))
+            parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
+            summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))
+            summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)
+            joined = graph.call_function(torch.ops.prims.convert_element_type.default, (summed, x.dtype))
+            joined.meta["val"] = x.new_empty(shape[1:])
+        start = 0
+        for product, width in zip(products, rows, strict=True):
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))
+            part.meta["val"] = joined.meta["val"][:, start : start + width]
+            start += width
+            if product.target is torch.ops.aten.addmm.default:
+                with graph.inserting_before(product):  # a bias may be computed later than the first product
+                    biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
+                biased.meta["val"] = product.meta["val"]
+                part = biased
+            product.replace_all_uses_with(part)
+    for product in products:
+        graph.erase_node(product)

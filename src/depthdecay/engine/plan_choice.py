@@ -1,0 +1,125 @@
+"""Which plan an engine decodes by: stored, stored and re-scheduled, shipped with the package, or made by rule."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from depthdecay.arguments import Number, exact_decimal, one_of, whole_number
+from depthdecay.errors import ArgumentError, DepthDecayError
+from depthdecay.plan.plan import Plan
+from depthdecay.plan.schedule import exact_alpha
+from depthdecay.plan.shelf import shipped_plan, stored_plan
+
+if TYPE_CHECKING:
+    from depthdecay.model.layers import LayerStack
+
+MODES = ("full", "decay", "lossless")
+DEFAULT_OVER = 256  # tokens, where neither a plan nor a caller says how long answers are
+
+_SHAPE = {"warmup_tokens": 0, "core_head": 0, "core_tail": 0, "min_layers": 1}  # with the least value of each
+_MADE_BY_RULE = ("core_head", "core_tail", "min_layers")  # what a stored plan says itself
+
+
+def require_mode(mode: str | None) -> None:
+    if mode is not None and mode not in MODES:
+        raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}", "mode")
+
+
+@dataclass(frozen=True)
+class DepthSettings:
+    """What was asked for about depth. Checked at once, before a model is loaded; a plan needs the model's layers."""
+
+    plan: Plan | str | os.PathLike[str] | None = None
+    alpha: Number | None = None
+    speedup: Number | None = None
+    over_tokens: int | None = None
+    warmup_tokens: int | None = None
+    core_head: int | None = None
+    core_tail: int | None = None
+    min_layers: int | None = None
+    new_tokens: int | None = None  # how long answers will be, where that is known: the horizon of a plan made by rule
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None:
+            one_of(plan=self.plan, alpha=self.alpha, speedup=self.speedup)
+        for name, value in self._shape().items():
+            if self.plan is not None and name in _MADE_BY_RULE:
+                raise ArgumentError(
+                    f"{name} was given with plan, which says itself which layers are dropped", name, "plan"
+                )
+            if self.alpha is None and self.speedup is None:
+                raise ArgumentError(
+                    f"{name} was given without a decay to shape; add alpha or speedup", name, "alpha", "speedup"
+                )
+            whole_number(name, value, _SHAPE[name])
+        if self.over_tokens is not None:
+            if self.speedup is None:
+                raise ArgumentError(
+                    "over_tokens says what speedup is averaged over, and was given without it", "over_tokens", "speedup"
+                )
+            whole_number("over_tokens", self.over_tokens, 1)
+        if self.alpha is not None:
+            exact_alpha(self.alpha)
+        if self.speedup is not None and exact_decimal("speedup", self.speedup) < 1:
+            raise ArgumentError(f"speedup is {self.speedup}; expected a number of at least 1", "speedup")
+
+    @classmethod
+    def of(cls, asked: DepthSettings | Plan | str | os.PathLike[str] | None) -> DepthSettings:
+        """What was asked for in one word: a plan, or where one lies."""
+        return asked if isinstance(asked, DepthSettings) else cls(asked)
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in (self.plan, self.alpha, self.speedup))
+
+    def stored(self) -> Plan | None:
+        """The plan that was given, read where it is a path."""
+        return self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.load(self.plan)
+
+    def choose(self, stack: LayerStack, name: str | None) -> Plan | None:
+        """The plan for a model's layers; where nothing was asked for, none.
+
+        A speed-up of a stored plan is averaged over the tokens that it was calibrated for, unless said otherwise.
+        """
+        stored = self.stored()
+        if stored is not None:
+            return stored if self.speedup is None else self._rescheduled(stored, stack)
+        made_by_rule = self.alpha is not None or any(name in self._shape() for name in _MADE_BY_RULE)
+        shipped = None if self.speedup is None or made_by_rule or name is None else shipped_plan(name)
+        too_fast = ""
+        if shipped is not None:
+            try:
+                return self._rescheduled(shipped, stack)
+            except DepthDecayError:
+                too_fast = f"the calibrated plan of {name} does not go as far as {self.speedup}x; "
+        made = self.by_rule(stack.num_layers)
+        if made is not None and made.schedule.final_depth < made.num_layers:
+            warnings.warn(
+                f"{too_fast}layers are dropped from the middle outwards, by guess: expect much lower quality; "
+                "depthdecay calibrate measures which a model can do without",
+                stacklevel=2,
+            )
+        return made
+
+    def by_rule(self, num_layers: int) -> Plan | None:
+        """The plan that alpha or speedup describes, on a guessed ladder."""
+        if self.alpha is not None:
+            return Plan.decay(num_layers, self.alpha, **self._shape())
+        if self.speedup is not None:
+            over = self.over_tokens or self.new_tokens or DEFAULT_OVER
+            return Plan.for_speedup(num_layers, self.speedup, over_tokens=over, **self._shape())
+        return None
+
+    def _shape(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SHAPE if getattr(self, name) is not None}
+
+    def _rescheduled(self, stored: Plan, stack: LayerStack) -> Plan:
+        from depthdecay.model.speedup import plan_at_speedup
+
+        assert self.speedup is not None
+        base = stored_plan(stored, float(exact_decimal("speedup", self.speedup)))
+        over = self.over_tokens or base.notes.get("over_tokens") or DEFAULT_OVER
+        return plan_at_speedup(base, stack, self.speedup, over, warmup_tokens=self.warmup_tokens)

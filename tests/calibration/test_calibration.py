@@ -1,0 +1,133 @@
+"""Calibration: plans that keep their budget or are refused, plans to draft with, and runs that go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import SMALL, token_prompts
+from tiny_models import LAYERS, tiny_model
+
+import depthdecay as dd
+from depthdecay.calibration.calibration import Calibration
+from depthdecay.calibration.drafted_texts import Drafts
+from depthdecay.calibration.drafter import expected
+from depthdecay.calibration.fidelity import Simulator
+from depthdecay.calibration.fit import FitSettings
+from depthdecay.calibration.goal import Goal
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.repairs import Repairs
+from depthdecay.plan.shelf import drafter_of
+
+
+def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    made = run.make(Goal(speedup=1.2))
+    made.save(tmp_path)
+    plan = dd.Plan.load(tmp_path)
+    assert plan.repairs
+    assert made.figures["promise"]["layer_speedup_with_repairs"] >= 1.2
+    assert made.figures["repaired"]["kl"] < made.figures["plain"]["kl"]
+    assert len(plan.notes["block_influence"]) == LAYERS
+    result = dd.Engine(model, plan=plan).generate([[5, 6, 7]], 16, eos_token_id=None)[0]
+    assert result.depths == list(plan.depths(16))
+    # What was measured is what the saved plan does, on the texts that were held out.
+    again = Simulator(run.held_out).measure(plan, Repairs.load(tmp_path / "repairs.safetensors"))
+    assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
+    held = {tuple(row) for batch in run.held_out.batches for row in batch.inputs.tolist()}
+    fitted = {tuple(row) for part in (run.fit, run.select) for batch in part.batches for row in batch.inputs.tolist()}
+    assert not held & fitted
+
+
+def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    made = run.make(Goal(lossless=True))
+    rates = [found["speedup"] for found in made.figures["tried"]]
+    chosen = made.figures["drafting"]
+    best = max(made.figures["tried"], key=lambda found: found["speedup"])
+    assert (chosen["depth"], chosen["cost"]) == (best["depth"], best["cost"])
+    assert max(rates) > min(rates)
+    only = made.repairs.only({best["depth"]})
+    assert best["acceptance"] == pytest.approx(Simulator(Drafts(run.select)).measure(made.plan, only).agreement)
+    assert chosen["acceptance"] == pytest.approx(Simulator(Drafts(run.held_out)).measure(made.plan, only).agreement)
+    assert expected(5, 1.0, 0.5).speedup > 1.0 > expected(5, 0.2, 0.5).speedup
+    made.save(tmp_path)
+    plan = dd.Plan.load(tmp_path)
+    engine = dd.Engine(model, plan=plan)
+    assert set(engine._prepared_drafting().by_depth) == set(made.repairs.at_depth)
+    for prompt in token_prompts()[:3]:
+        full, lossless = (engine.generate([prompt], 30, mode=m, eos_token_id=None)[0] for m in ("full", "lossless"))
+        assert lossless.token_ids == full.token_ids
+    assert drafter_of(plan) == plan
+    made.save(tmp_path / "lossless")
+    assert drafter_of(dd.Plan.load(tmp_path)).folder == tmp_path / "lossless"
+    with pytest.raises(DepthDecayError, match="give one of"):
+        Goal(lossless=True, speedup=1.2)
+
+
+def test_a_budget_is_kept_with_its_bound_or_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL)
+    loose = run.make(Goal(max_kl=0.5)).figures["promise"]
+    assert loose["bound"] <= 0.5
+    assert loose["layer_speedup_with_repairs"] > 1
+    agreed = run.make(Goal(max_agreement_loss=0.9)).figures["promise"]
+    assert agreed["bound"] <= 0.9
+    with pytest.raises(DepthDecayError, match=r"no plan of this model keeps .* the nearest is"):
+        run.make(Goal(max_kl=1e-9))
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    rungs: list[str] = []
+
+    def interrupt(message: str) -> None:
+        if message.startswith("searching"):
+            rungs.append(message)
+            if len(rungs) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Calibration(model, None, token_prompts(), tmp_path, SMALL, say=interrupt)
+    calls: list[int] = []
+    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", lambda *a, **k: calls.append(1))
+    said: list[str] = []
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
+    assert not calls
+    assert sum(message.startswith("searching") for message in said) == len(run.found.order) - 2
+    monkeypatch.undo()
+    fresh = Calibration(model, None, token_prompts(), tmp_path / "fresh", SMALL)
+    assert fresh.found.order == run.found.order
+    # Other settings do not take what was left.
+    other = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, seed=1))
+    assert other.found.order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_maps_with_shared_neurons_are_saved_in_any_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_model("llama").to(dtype)
+    run = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, maps=(FitSettings(8, 2, 0.03),)))
+    made = run.make(Goal(speedup=1.2))
+    made.save(tmp_path)
+    again = Simulator(run.held_out).measure(made.plan, Repairs.load(tmp_path / "repairs.safetensors"))
+    assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
+
+
+def test_an_older_plan_does_not_stay_beside_new_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    made = Calibration(model, None, token_prompts(), tmp_path, SMALL).make(Goal(speedup=1.2))
+    made.save(tmp_path)
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dd.Plan, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made.save(tmp_path)
+    assert not (tmp_path / "plan.json").exists()

@@ -1,0 +1,183 @@
+"""Prompts are dealt out without overlap, answered, mixed with other kinds, and fewer where memory is small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calibrations import SMALL, token_prompts
+from tiny_models import LAYERS, tiny_model
+
+import depthdecay as dd
+from depthdecay.calibration.calibration import Calibration
+from depthdecay.calibration.continuations import continue_prompts, split_prompts, variety
+from depthdecay.calibration.fidelity import Simulator
+from depthdecay.calibration.goal import Goal
+from depthdecay.calibration.recording import Recording
+from depthdecay.errors import DepthDecayError
+
+
+def test_continuations_keep_the_order_of_the_prompts() -> None:
+    engine = dd.Engine(tiny_model("llama"))
+    prompts = token_prompts(5)
+    prompts[2] = prompts[2] * 2
+    texts = continue_prompts(engine, prompts, 6, batch=2)
+    assert [list(text.prompt) for text in texts] == prompts
+    alone = [engine.generate([prompt], 6, do_sample=False)[0].token_ids for prompt in prompts]
+    assert [list(text.tokens) for text in texts] == alone
+
+
+def test_prompts_are_split_without_overlap_and_too_few_are_refused() -> None:
+    prompts = token_prompts(40)
+    made = split_prompts(prompts * 2, None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    calibration, held_out = {tuple(p) for p in made.calibration}, {tuple(p) for p in made.held_out}
+    assert (len(calibration), len(held_out)) == (30, 10)
+    assert not calibration & held_out
+    again = split_prompts(prompts[::-1], None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    assert again.held_out == made.held_out
+    fewer = split_prompts(prompts, None, vocabulary=96, calibration=300, held_out=100, longest=None, seed=0)
+    assert (len(fewer.calibration), len(fewer.held_out)) == (30, 10)
+    with pytest.raises(DepthDecayError, match="at least 12"):
+        split_prompts(prompts[:11], None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
+    with pytest.raises(DepthDecayError, match="40 are longer than 5 tokens"):
+        split_prompts(prompts, None, vocabulary=96, calibration=30, held_out=10, longest=5, seed=0)
+
+
+def test_a_model_with_nan_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(DepthDecayError, match="not finite"):
+        Calibration(model, None, token_prompts(), tmp_path, SMALL)
+
+
+def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    each = 2.5 * SMALL.new_tokens * model.config.hidden_size * (LAYERS + 1) * 4
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    said: list[str] = []
+    run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
+    assert run.fit.prompts + run.select.prompts == 16
+    assert any("states of 16 prompts" in message for message in said)
+    # A run that is given again goes on with as many, whatever is free by then.
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
+    said.clear()
+    Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
+    assert any("going on" in message for message in said)
+    # Also where all had fitted at first.
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 1000)
+    whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
+    assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
+    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 5)
+    with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
+        Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
+
+
+class Letters:
+    """A tokenizer that knows letters only: enough to tell prompts apart."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) % 85 for letter in text][:40]
+
+
+def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    own = ["".join(chr(97 + digit) for digit in prompt) for prompt in np.random.default_rng(1).integers(0, 26, (60, 9))]
+    mixed = Calibration(model, Letters(), own, tmp_path / "mixed", SMALL)
+    alone = Calibration(model, Letters(), own, tmp_path / "alone", replace(SMALL, variety=0.0))
+    assert mixed.elsewhere is not None
+    assert alone.elsewhere is None
+    others = mixed.fit.prompts - alone.fit.prompts + mixed.select.prompts - alone.select.prompts
+    assert others + mixed.elsewhere.prompts == int(0.5 * alone.fit.prompts)
+    assert mixed.select.prompts == alone.select.prompts  # other kinds have no say in what is chosen
+    # The promise is about the user's own text.
+    assert mixed.held_out.prompts == alone.held_out.prompts
+    figures = mixed.make(Goal(speedup=1.2)).figures
+    assert figures["elsewhere"]["prompts"] == mixed.elsewhere.prompts
+    assert alone.make(Goal(speedup=1.2)).figures["elsewhere"] is None
+
+
+def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    few = replace(SMALL, fit_prompts=200)
+    plain = Calibration(model, None, token_prompts(24), tmp_path / "plain", replace(few, again=0))
+    run = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
+
+    def count(recording: Recording) -> int:
+        return sum(batch.inputs.shape[0] for batch in recording.batches)
+
+    assert count(run.fit) == 3 * count(plain.fit)
+    assert count(run.select) == count(plain.select)  # choices and promises go by greedy answers, as users get them
+    assert count(run.held_out) == count(plain.held_out)
+    kept = run.work.read("again")
+    assert len(kept) == 2 * count(plain.fit)
+    assert len({tuple(tokens) for tokens in kept}) > len(kept) // 2  # each answer another
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("answered again, though the answers lie there")
+
+    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", refuse)
+    resumed = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
+    assert count(resumed.fit) == count(run.fit)
+    enough = replace(SMALL, fit_prompts=8)
+    monkeypatch.undo()
+    assert Calibration(model, None, token_prompts(24), tmp_path / "enough", enough).work.read("again") == []
+
+
+def test_none_of_the_users_prompts_is_mixed_in_again() -> None:
+    lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
+    texts = [line.replace("\\n", "\n") for line in lines]
+    settings: Any = {"vocabulary": 90, "longest": None, "seed": 0}
+    every = variety(1000, Letters(), besides=[], **settings)
+    assert len(every) == len(texts) == len(set(texts))
+    assert len(variety(1000, Letters(), besides=texts[:7], **settings)) == len(texts) - 7
+    assert variety(1000, None, besides=[], **settings) == []
+    assert len(variety(5, Letters(), besides=[], **settings)) == 5
+
+
+def test_a_plan_promises_only_what_its_texts_reach(tmp_path: Path) -> None:
+    """Answers that end early: a horizon beyond them would be a speed-up that no text gets."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = list(range(3, 20))
+    said: list[str] = []
+    run = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, new_tokens=64), say=said.append)
+    lengths = sorted(len(row) for batch in run.fit.batches for row in batch.inputs)
+    assert lengths
+    assert run.settings.new_tokens < 64
+    assert any("that is the plan's horizon" in message for message in said)
+    plan = run.make(Goal(speedup=1.15)).plan
+    assert plan.schedule.to_dict()["horizon"] == run.settings.new_tokens
+    deepest = plan.schedule.final_depth
+    counts = Simulator(run.held_out).measure(plan).tokens_by_position
+    assert sum(count for i, count in enumerate(counts) if plan.depth(i + 1) == deepest) > 0
+
+
+def test_one_question_in_two_forms_is_one_prompt() -> None:
+    class Tokenizer:
+        chat_template = None
+
+        def encode(self, text: str) -> list[int]:
+            return [3 + ord(letter) % 80 for letter in text]
+
+    texts = [f"hello  number {i}" for i in range(20)]
+    doubled: list[Any] = [*texts, *(" ".join(text.split()) for text in texts)]
+    made = split_prompts(doubled, Tokenizer(), vocabulary=96, calibration=300, held_out=100, longest=None, seed=0)
+    calibration, held_out = {tuple(p) for p in made.calibration}, {tuple(p) for p in made.held_out}
+    assert len(calibration) + len(held_out) == 20
+    assert not calibration & held_out
+
+
+def test_few_prompts_are_still_split() -> None:
+    few = token_prompts(13)
+    made = split_prompts(few, None, vocabulary=96, calibration=8, held_out=1000, longest=None, seed=0)
+    assert len(made.calibration) == 8
+    assert len(made.held_out) == 5
