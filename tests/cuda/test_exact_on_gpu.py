@@ -44,7 +44,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
 }
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma2": ({"head_dim": 64}, "attention is 'eager'"),
+    "gemma2": ({"head_dim": 64}, "attention"),  # by version: one that is not torch's, or capped scores
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "multiplies by matrices that our kernels"),
 }
 PRODUCTS = 4 * LAYERS + 1  # launches a pass: query with key and value, output, gate with up, down; the output matrix

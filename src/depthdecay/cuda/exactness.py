@@ -49,6 +49,8 @@ def why_inexact(stack: LayerStack) -> str | None:
     name = attention_name(config)
     if name != "sdpa":
         return f"this model's attention is '{name}', which our kernel does not stand in for"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "this model caps its attention's scores, which our kernel does not"
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in HEAD_SIZES:

@@ -45,6 +45,11 @@ def apart(positions: torch.Tensor) -> torch.Tensor:
     return positions.unsqueeze(0).clone()
 
 
+def _twice(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A single token as two at the same position, and their position ids."""
+    return ids.repeat(1, 2), positions.repeat(2), apart(positions.repeat(2))
+
+
 class PassGraphs:
     """A `Runner` for texts that go on in lock-step: their prompts, then single tokens at one depth.
 
@@ -201,10 +206,12 @@ class PassGraphs:
         """
         tokens = ids.shape[1]
         if tokens == 1 and self.inexact is None:
-            ids, positions = ids.repeat(1, 2), positions.repeat(2)
-        self.cache.on_device(positions[:1].clone(), bucket, positions)
+            ids, positions, position_ids = self.as_few_kernels(_twice)(ids, positions)
+        else:
+            position_ids = apart(positions)
+        self.cache.on_device(positions[:1], bucket, positions)
         mask, keep = self.mask(bucket, positions), ids.shape[1]
-        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, apart(positions), keep=keep, ask=ask)
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, position_ids, keep=keep, ask=ask)
         return logits[:, :tokens]
 
     def graph(

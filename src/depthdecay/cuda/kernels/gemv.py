@@ -30,6 +30,7 @@ SKINNY_COLUMNS = 128  # that a program of the kernel for a few rows reads at onc
 TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
 # What follows a split product sums its parts on its way; with 7 of them that took longer than the split saved.
 MOST_PARTS = 5
+AHEAD = 2  # lines of 128 bytes of each weight row that a program fetches while the kernel before still runs
 LEAST_BLOCKS = 3  # of columns in a part: fewer, and loads have no time to overlap
 
 if triton is not None:
@@ -99,6 +100,7 @@ if triton is not None:
         part,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
+        AHEAD: tl.constexpr,
         PDL: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64) * ROWS
@@ -117,8 +119,19 @@ if triton is not None:
         x_ptrs = x_ptr + vectors[:, None] * columns + start + lanes[None, :]
         inside = vectors[:, None] < count
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            if AHEAD > 0:  # weights do not depend on the kernel before: their first lines of 128 bytes are fetched
+                ahead = tl.minimum(tl.arange(0, AHEAD) * 64, part - 64)
+                lines = w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :]
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                    "=r,l",
+                    [lines.to(tl.int64)],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+            gdc_wait()
         total = tl.zeros((16, ROWS), dtype=tl.float32)
         for _ in range(0, part, COLUMNS):
             w = tl.load(w_ptrs, eviction_policy="evict_first")
@@ -223,6 +236,7 @@ def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool)
         columns // parts,
         ROWS=tile.rows,
         COLUMNS=SKINNY_COLUMNS,
+        AHEAD=AHEAD,
         PDL=overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
