@@ -56,6 +56,8 @@ def test_models_of_plain_matrices_are_exact(architecture: str, more: dict[str, A
         ("llama", {"intermediate_size": 320}, "256 x 320 does not divide"),
         ("llama", {"vocab_size": 97}, "97 x 256 does not divide"),
         ("gemma2", {"head_dim": 64}, "attention"),
+        ("mistral", {"sliding_window": 7}, "masks of its attention itself"),
+        ("gemma3_text", {"head_dim": 64, "layer_types": ["sliding_attention"] * LAYERS}, "masks of its attention"),
         ("mixtral", {}, "multiplies by matrices that our kernels do not read"),
         ("gpt2", {"n_embd": 256, "n_layer": LAYERS, "hidden_size": None, "num_hidden_layers": None}, "Conv1D"),
     ],

@@ -62,6 +62,8 @@ def why_inexact(stack: LayerStack) -> str | None:
         reason = _why_unread(module)
         if reason is not None:
             return reason
+    if not stack.takes_whole_masks:
+        return "this model makes the masks of its attention itself, as for windows, and tells equal positions apart"
     return None
 
 

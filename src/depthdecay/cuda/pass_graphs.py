@@ -203,6 +203,7 @@ class PassGraphs:
         """The logits of some tokens of the one text (1, tokens), at these positions.
 
         A single one runs twice where bits must not depend on how many there are: torch compiles a size of 1 for itself.
+        Both see and write the same, since the mask goes by their positions.
         """
         tokens = ids.shape[1]
         if tokens == 1 and self.inexact is None:
