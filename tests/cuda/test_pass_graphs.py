@@ -191,7 +191,7 @@ def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
     got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
-    assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
+    assert got.shape == (2, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.skinny_gemm, (x, weights, False))
 
