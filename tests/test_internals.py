@@ -267,6 +267,19 @@ class TestInductor:
         compiled(torch.ones(1, 8), torch.ones(8, 8))
         assert torch.ops.aten.mm.default in seen
 
+    def test_sizes_that_vary_take_one_compilation(self) -> None:
+        """From the first one on, also where another size has the same value."""
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+        backend = lambda graph, _inputs: (graphs.append(graph), graph.forward)[1]  # noqa: E731
+        compiled = torch.compile(lambda x, w: torch.nn.functional.linear(x, w), backend=backend)
+        weight = torch.ones(5, 4)
+        for tokens in (4, 2, 5, 16):
+            x = torch.ones(1, tokens, 4)
+            internals.vary_sizes(x, (1,))
+            assert compiled(x, weight).shape == (1, tokens, 5)
+        assert len(graphs) == 1
+
     def test_a_key_changes_with_a_files_text(self, tmp_path: Path) -> None:
         files = [tmp_path / name for name in ("a", "b")]
         for file in files:

@@ -165,6 +165,11 @@ def clear_cublas_workspaces() -> None:
     required(required(torch, "_C", "torch"), "_cuda_clearCublasWorkspaces", "torch")()
 
 
+def vary_sizes(tensor: Any, dims: Sequence[int]) -> None:
+    """Let what is compiled for this tensor serve any size of these dimensions, from the first compilation on."""
+    _imported("torch._dynamo", "maybe_mark_dynamic", "torch")(tensor, list(dims))
+
+
 # inductor
 
 

@@ -98,7 +98,7 @@ def test_compiled_layers_that_say_something_else_are_given_up(
 
     replay_captures(monkeypatch)
     monkeypatch.setattr(CompiledLayers, "layer", layer)
-    monkeypatch.setattr(CompiledLayers, "function", lambda self, plain, dynamic=None: plain)
+    monkeypatch.setattr(CompiledLayers, "function", lambda self, plain, dynamic=None, rows="one": plain)
     engine = perfect_engine()
     expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None)
     engine.uses_graphs, engine.compiled = True, CompiledLayers()

@@ -123,7 +123,7 @@ def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytes
     model, plan = tiny_model(architecture), plan_with(ORDERS["first-layers-too"])
     engine = graph_engine(monkeypatch, model, plan, compile=True)
     monkeypatch.setattr(
-        CompiledLayers, "function", lambda self, plain, dynamic=None: plain
+        CompiledLayers, "function", lambda self, plain, dynamic=None, rows="one": plain
     )  # what stands beside the layers
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -191,7 +191,7 @@ def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
     got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
-    assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
+    assert got.shape == (2, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.skinny_gemm, (x, weights, False))
 
@@ -238,7 +238,7 @@ def test_products_with_a_few_rows_come_in_parts_that_the_next_kernel_sums(hidden
         assert all(count % tile.rows == 0 for count in rows)
         assert columns % (tile.parts * gemv.SKINNY_COLUMNS) == 0
         assert tile.parts < torch._inductor.config.unroll_reductions_threshold
-        assert 250 <= sum(rows) // tile.rows * tile.parts <= 1200
+        assert 130 <= sum(rows) // tile.rows * tile.parts <= 2000
 
 
 def test_compiled_maps_of_every_size_say_what_plain_ones_do(made: list[int]) -> None:
@@ -285,7 +285,7 @@ def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: p
         finally:
             is_open[0] = False
 
-    def function(self: CompiledLayers, plain: Any, dynamic: bool | None = None) -> Any:
+    def function(self: CompiledLayers, plain: Any, dynamic: bool | None = None, rows: str = "one") -> Any:
         inside.append(is_open[0])
         return plain
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from depthdecay.cuda.compiled_layers import Rows
-from depthdecay.cuda.pass_graphs import Captured, PassGraphs
+from depthdecay.cuda.pass_graphs import Captured, PassGraphs, apart
 from depthdecay.model.kv_cache import bucket_for, room_for
 from depthdecay.patches import replaced
 from depthdecay.runners.contract import Ask, Part
@@ -91,11 +89,6 @@ def take_verified(
     drafted.zero_()
 
 
-def _apart(positions: torch.Tensor) -> torch.Tensor:
-    """Position ids in memory of their own: beside a view of the same columns dynamo fixes the number of tokens."""
-    return positions.unsqueeze(0).clone()
-
-
 class Chain:
     """A `Lane` of graphs. Every method may raise `NotCapturable`; the text then has to be read by another lane."""
 
@@ -125,6 +118,10 @@ class Chain:
     @property
     def cache_bytes(self) -> int:
         return self.passes.cache_bytes
+
+    @property
+    def inexact(self) -> str | None:
+        return self.passes.inexact
 
     def read(self, text: Sequence[int]) -> torch.Tensor:
         passes = self.passes
@@ -166,9 +163,8 @@ class Chain:
         bucket = bucket_for(self._at_most + size)
         key = ("verify", size, bucket)
         if key not in self.passes.graphs.by_key:
-            rows: Rows = "few" if size > 1 else "one"
             layers = self.passes.stack.num_layers
-            captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket), rows)
+            captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket), tokens=size)
             if seconds := self._time(captured):
                 self.pace.takes_to_verify(size, seconds)
         self.passes.graphs.by_key[key].graph.replay()
@@ -227,7 +223,7 @@ class Chain:
         with contextlib.ExitStack() as undo:
             if short is not None:
                 undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
-            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(position), ask=ask)[:, -1]
+            logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, apart(position), ask=ask)[:, -1]
         rows = None if short is None else short.ids
         passes.as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
         window.confidences_host.copy_(window.confidences, non_blocking=True)
@@ -236,11 +232,8 @@ class Chain:
     def _verify(self, size: int, bucket: int) -> torch.Tensor:
         """The full model on the window; what it keeps moves the window on."""
         window, passes = self.window, self.passes
-        positions = window.base + window.steps[:size]
-        passes.cache.on_device(window.base, bucket, positions)
         ids = window.ids[:, :size].clone()
-        mask = passes.mask(bucket, positions)
-        logits: Any = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, _apart(positions), keep=size)
+        logits = passes.several(ids, window.base + window.steps[:size], bucket)
         take_over = passes.as_few_kernels(take_verified)
         said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)

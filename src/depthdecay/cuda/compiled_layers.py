@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.nn import functional
 
+from depthdecay.cuda.exactness import Exactness
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
+from depthdecay.internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
+from depthdecay.model.kv_cache import OneLayer
 from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.model.repairs import repaired_at_once
 from depthdecay.patches import patched, replaced_each
 
 # What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch.
+# A few rows are compiled once for every number of them, and no row's bits depend on the others or on their number.
 Rows = Literal["one", "few", "many"]
 
 
@@ -28,7 +34,9 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
     overlap = overlaps_kernels()
     kernels = GemvPass(overlap, skinny=rows == "few")
-    return {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
+    options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
+    # A sum is split among programs where rows are few, which depends on their number.
+    return options | {"split_reductions": False} if rows == "few" else options
 
 
 @dataclass
@@ -37,6 +45,7 @@ class CompiledLayers:
 
     kinds: dict[tuple[type, int | None, Rows], Any] = field(default_factory=dict)
     functions: dict[Any, Any] = field(default_factory=dict)
+    exactness: Exactness = field(default_factory=Exactness)
 
     def layer(self, stack: LayerStack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer; all layers must have one index meanwhile, and its own cache be its whole cache."""
@@ -44,13 +53,17 @@ class CompiledLayers:
         kind = (type(layer), stack.windows[index], rows)
         if kind not in self.kinds:
             self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options(rows))
+        if rows == "few":
+            free_rows((args, kwargs))
         return self.kinds[kind](layer, *args, **kwargs)
 
-    def function(self, plain: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+    def function(
+        self, plain: Callable[..., Any], dynamic: bool | None = None, rows: Rows = "one"
+    ) -> Callable[..., Any]:
         """A function of many small steps as a few kernels: in a shallow pass small kernels are a sixth of the time."""
-        if plain not in self.functions:
-            self.functions[plain] = torch.compile(plain, dynamic=dynamic, options=inductor_options())
-        compiled: Callable[..., Any] = self.functions[plain]
+        if (plain, rows) not in self.functions:
+            self.functions[plain, rows] = torch.compile(plain, dynamic=dynamic, options=inductor_options(rows))
+        compiled: Callable[..., Any] = self.functions[plain, rows]
         return compiled
 
     def repair(self, repair: Any) -> Any:
@@ -72,7 +85,7 @@ class CompiledLayers:
             return self.layer(stack, index, rows, args, kwargs)
 
         plain = layer_pass.repairs
-        with one_index(stack), waiting_first(), self._beside(stack):
+        with one_index(stack), waiting_first(), self._beside(stack, rows):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:
@@ -82,14 +95,52 @@ class CompiledLayers:
                 layer_pass.repairs = plain
 
     @contextlib.contextmanager
-    def _beside(self, stack: LayerStack) -> Iterator[None]:
-        """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding."""
+    def _beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
+        """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding.
+
+        For a few rows the output matrix as well: cuBLAS chooses its kernel, and so the bits, by how many there are.
+        """
         with contextlib.ExitStack() as undo:
             for module in stack.owner.children():
                 if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
-                    forward = functools.partial(self.function(type(module).forward), module)
+                    forward = functools.partial(self._with_rows, type(module).forward, rows, module)
                     undo.enter_context(patched(module, "forward", forward))
+            head: Any = stack.model.get_output_embeddings()
+            if rows == "few" and type(head) is nn.Linear:
+                undo.enter_context(patched(head, "forward", functools.partial(self._output, head)))
             yield
+
+    def _with_rows(self, plain: Callable[..., Any], rows: Rows, *args: Any, **kwargs: Any) -> Any:
+        if rows == "few":
+            free_rows((args, kwargs))
+        return self.function(plain, rows=rows)(*args, **kwargs)
+
+    def _output(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        free_rows(hidden)
+        logits: torch.Tensor = self.function(_linear, rows="few")(hidden, head.weight, head.bias)
+        return logits
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(hidden, weight, bias)
+
+
+def free_rows(given: Any) -> None:
+    """Let the tokens and positions in what a function is given be any number, from its first compilation on.
+
+    Left to itself, dynamo makes a compilation of the first number's own, which may sum in another order.
+    """
+    if isinstance(given, torch.Tensor):
+        if not isinstance(given, nn.Parameter):
+            vary_sizes(given, {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(given.dim(), ()))
+    elif isinstance(given, OneLayer):
+        for tensor in given.tensors:  # (position, …)
+            vary_sizes(tensor, (0,))
+    elif isinstance(given, tuple | list):
+        for one in given:
+            free_rows(one)
+    elif isinstance(given, dict):
+        free_rows(tuple(given.values()))
 
 
 def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: Any) -> Any:

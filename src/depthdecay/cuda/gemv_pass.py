@@ -38,11 +38,10 @@ class GemvPass(_GraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        sizes = (gemv.SKINNY_COLUMNS, gemv.SKINNY_STAGES, gemv.PROGRAMS, gemv.MOST_PARTS, gemv.MOST_TILE)
         return internals.files_key(
             # The last two say where generated kernels wait.
             (__file__, gemv.__file__, waiting.__file__, internals.__file__),
-            extra=" ".join(map(str, (self.overlap, self.skinny, *sizes))),
+            extra=f"{self.overlap} {self.skinny}",
         )
 
 

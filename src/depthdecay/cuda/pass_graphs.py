@@ -7,6 +7,7 @@ tokens and positions on the device and advances them itself, so the host only sa
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from depthdecay.cuda.capture import Graphs, require_alike
 from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
 from depthdecay.cuda.decode_attention import attention_in_steps
+from depthdecay.cuda.exactness import BATCHED, UNCOMPILED, Exactness
+from depthdecay.cuda.kernels.split_attention import MOST_TOKENS
 from depthdecay.errors import NotCapturable
 from depthdecay.internals import optimized_for_decoding
 from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
@@ -35,6 +38,16 @@ def whole_mask(padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Which positions each query sees (batch, 1, queries, positions): those up to its own column, but no padding."""
     places = torch.arange(padding.shape[1], device=padding.device)
     return (places <= columns.unsqueeze(1)) & (padding != 0)[:, None, None, :]
+
+
+def apart(positions: torch.Tensor) -> torch.Tensor:
+    """Position ids in memory of their own: beside a view of the same columns dynamo fixes the number of tokens."""
+    return positions.unsqueeze(0).clone()
+
+
+def _twice(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A single token as two at the same position, and their position ids."""
+    return ids.repeat(1, 2), positions.repeat(2), apart(positions.repeat(2))
 
 
 class PassGraphs:
@@ -87,6 +100,25 @@ class PassGraphs:
     def filled(self) -> int:
         return self.cache.clock.filled
 
+    @property
+    def inexact(self) -> str | None:
+        """Why a token's bits may depend on how many run with it; None where they do not."""
+        if self.batch > 1:
+            return BATCHED
+        exactness = self._exactness
+        return UNCOMPILED if exactness is None else exactness.inexact
+
+    @property
+    def _exactness(self) -> Exactness | None:
+        if self.graphs.compiled is None:
+            return None
+        self.graphs.compiled.exactness.examine(self.stack)
+        return self.graphs.compiled.exactness
+
+    def _rows_of(self, tokens: int) -> Rows:
+        """How a pass over so many tokens of each text is compiled."""
+        return "few" if tokens > 1 or self.inexact is None else "one"
+
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         if ask.fed is None:
@@ -112,7 +144,7 @@ class PassGraphs:
         depth, bucket = parts[0].depth, bucket_for(self.filled + 1)
         try:
             key = ("step", depth, bucket, *ask.kind)
-            captured = self.graph(key, depth, bucket, lambda: self._one_token(bucket, ask))
+            captured = self.graph(key, depth, bucket, lambda: self._one_token(bucket, ask), tokens=1)
         except NotCapturable:
             padding = self.padding[:, : self.filled + 1].long()
             self.position += 1
@@ -153,8 +185,11 @@ class PassGraphs:
 
     def _one_token(self, bucket: int, ask: Ask) -> torch.Tensor:
         """The body of a step: every text's next token, which the graph then feeds to itself."""
-        mask = self.mask(bucket, self.position)
-        logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids, ask=ask)[:, -1]
+        if self.inexact is None:
+            logits = self.several(self.tokens, self.position, bucket, ask)[:, -1]
+        else:
+            mask = self.mask(bucket, self.position)
+            logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids, ask=ask)[:, -1]
         if self.logits is None:
             self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
@@ -164,18 +199,45 @@ class PassGraphs:
         self.position_ids += 1
         return logits
 
+    def several(self, ids: torch.Tensor, positions: torch.Tensor, bucket: int, ask: Ask = PLAIN) -> torch.Tensor:
+        """The logits of some tokens of the one text (1, tokens), at these positions.
+
+        A single one runs twice where bits must not depend on how many there are: torch compiles a size of 1 for itself.
+        Both see and write the same, since the mask goes by their positions.
+        """
+        tokens = ids.shape[1]
+        if tokens == 1 and self.inexact is None:
+            ids, positions, position_ids = self.as_few_kernels(_twice)(ids, positions)
+        else:
+            position_ids = apart(positions)
+        self.cache.on_device(positions[:1], bucket, positions)
+        mask, keep = self.mask(bucket, positions), ids.shape[1]
+        logits = self.stack.run(self.layer_pass, ids, mask, self.cache, position_ids, keep=keep, ask=ask)
+        return logits[:, :tokens]
+
     def graph(
-        self, key: tuple[Any, ...], depth: int, bucket: int, body: Callable[[], torch.Tensor], rows: Rows = "one"
+        self,
+        key: tuple[Any, ...],
+        depth: int,
+        bucket: int,
+        body: Callable[[], torch.Tensor],
+        tokens: int | None = None,
     ) -> Captured:
-        """The graph of a pass, captured now if none has been yet. `body` runs it and gives its logits."""
+        """The graph of a pass, captured now if none has been yet. `body` runs it and gives its logits.
+
+        `tokens`: of each text; None for a draft, a single token whose bits do not matter.
+        """
         if key not in self.graphs.by_key:
             with self.stack.exclusive():
-                captured = self.graphs.attempt(lambda: self._capture(depth, bucket, body, rows))
+                captured = self.graphs.attempt(lambda: self._capture(depth, bucket, body, tokens))
             self.graphs.by_key[key] = captured
         found: Captured = self.graphs.by_key[key]
         return found
 
-    def _capture(self, depth: int, bucket: int, body: Callable[[], torch.Tensor], rows: Rows) -> Captured:
+    def _capture(self, depth: int, bucket: int, body: Callable[[], torch.Tensor], tokens: int | None) -> Captured:
+        def rows() -> Rows:
+            return "one" if tokens is None else self._rows_of(tokens)
+
         def plain() -> torch.Tensor:
             self.go_to(depth)
             with self._decoding_layout(bucket):
@@ -183,7 +245,7 @@ class PassGraphs:
 
         def run() -> torch.Tensor:
             self.go_to(depth)
-            with self._decoding_layout(bucket), self._compiled(rows):
+            with self._decoding_layout(bucket), self._compiled(rows()):
                 return body()
 
         def warm_up() -> None:
@@ -196,15 +258,38 @@ class PassGraphs:
                 if self.graphs.capturer.pool is None:
                     self._without_a_trace(plain)
                 return
-            if rows in self.graphs.compared:
+            if tokens is not None:
+                self._try_bits()
+            if rows() in self.graphs.compared:
                 self._without_a_trace(run)
                 return
             expected = self._without_a_trace(plain)
             require_alike(self._without_a_trace(run), expected, "compiled layers")
-            self.graphs.compared.add(rows)
+            self.graphs.compared.add(rows())
 
         graph = self.graphs.capture(warm_up, run)
         return Captured(graph, self.layer_pass.noted())
+
+    def _try_bits(self) -> None:
+        """Once, hold a pass over as many tokens as there may be against the same tokens in smaller passes."""
+        exactness = self._exactness
+        if self.inexact is not None or exactness is None or exactness.tried:
+            return
+        first = min(self.filled, *(layer.room - MOST_TOKENS for layer in self.cache.planned))
+        bucket = bucket_for(first + MOST_TOKENS)
+        ids = torch.arange(MOST_TOKENS, device=self.tokens.device).unsqueeze(0) * 31 % self.stack.config.vocab_size
+
+        def said(widths: Sequence[int]) -> torch.Tensor:
+            logits = []
+            for end, width in zip(itertools.accumulate(widths), widths, strict=True):
+                positions = torch.arange(first + end - width, first + end, device=ids.device)
+                self.go_to(self.stack.num_layers)
+                with self._decoding_layout(bucket), self._compiled("few"):
+                    logits.append(self.several(ids[:, end - width : end].clone(), positions, bucket))
+            return torch.cat(logits, dim=1).view(torch.uint8)
+
+        with self.cache.kept(first, first + MOST_TOKENS):
+            exactness.tell(torch.equal(said((MOST_TOKENS,)), said((1, 2, 4, 8, 1))))
 
     def _without_a_trace(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.unchanged():

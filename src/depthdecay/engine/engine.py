@@ -112,6 +112,7 @@ class Engine:
         self._rows: Kept[Batcher] = Kept()
         self._drafting: Drafting | None = None
         self._short_head: ShortHead | None = None
+        self._told_inexact = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -250,6 +251,7 @@ class Engine:
                 if all(row.finished for row in rows):
                     break
             cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
+            self._tell_exact(results, runner.inexact)
         # Steps that were started before the host knew that all rows had ended.
         overrun = sum(sent[mailbox.collected :])
         rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
@@ -345,6 +347,7 @@ class Engine:
                 run.is_active = not answer.finished
                 yield Piece(text, layers)
             result.cache_bytes = run.lane.cache_bytes
+            self._tell_exact([result], run.lane.inexact)
         rest = answer.finish_text()
         result.seconds = time.perf_counter() - started
         if rest:
@@ -421,9 +424,21 @@ class Engine:
                 for number in ids:
                     batcher.cancel(number)
             cache_bytes = batcher.blocks.nbytes
+            self._tell_exact(results, batcher.runner.inexact)
         for result in results:
             result.seconds = time.perf_counter() - started
             result.cache_bytes = cache_bytes
+
+    def _tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
+        """Whether bits depend on windows: known of graphs only, and of no use where a plan drops layers."""
+        if not self.uses_graphs or results[0].mode == "decay":
+            return
+        for result in results:
+            result.exact, result.inexact_because = inexact is None, inexact
+        half = self.stack.model.dtype in (torch.bfloat16, torch.float16)  # in 32 bits near-ties are rare
+        if inexact is not None and half and results[0].mode == "lossless" and not self._told_inexact:
+            self._told_inexact = True
+            warnings.warn(f"lossless answers may differ from full depth's at near-ties: {inexact}", stacklevel=2)
 
     def _prepared_drafting(self) -> Drafting:
         """What this engine has learnt about drafting, and the drafts' own output matrix."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +129,17 @@ class PlannedCache(Cache):
         for layer in self.planned:
             layer.enter_bucket()
 
+    @contextlib.contextmanager
+    def kept(self, start: int, end: int) -> Iterator[None]:
+        """What is written inside to these positions, `end` excluded, is put back as it was."""
+        written = [states[start:end] for layer in self.planned for states in (layer.keys, layer.values)]  # type: ignore[index]
+        before = [states.clone() for states in written]
+        try:
+            yield
+        finally:
+            for states, value in zip(written, before, strict=True):
+                states.copy_(value)
+
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.planned)
@@ -143,6 +156,12 @@ class OneLayer:
 
     def __init__(self, layer: LayerCache) -> None:
         self.layer = layer
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a pass over a bucket reads and writes; the first dimension of each is positions or tokens."""
+        found = (self.layer.position, self.layer.key_view, self.layer.value_view)
+        return [tensor for tensor in found if tensor is not None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

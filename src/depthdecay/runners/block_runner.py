@@ -50,6 +50,8 @@ class BlockRunner:
     def cache_bytes_uniform(self) -> int:
         return self.blocks.nbytes_uniform
 
+    inexact = "passes over keys and values in blocks may round by how many tokens run together"
+
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         tokens = 0
         for part in parts:

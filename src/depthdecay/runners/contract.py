@@ -111,6 +111,10 @@ class Runner(Protocol):
     def cache_bytes_uniform(self) -> int:
         """The same, had every layer as much room as the one that has most."""
 
+    @property
+    def inexact(self) -> str | None:
+        """Why a token's bits may depend on how many run with it; None where they do not."""
+
 
 @dataclass(frozen=True)
 class Profile:

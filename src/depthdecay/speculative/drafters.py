@@ -41,6 +41,10 @@ class Lane(Protocol):
         """Wait for the verification: the tokens that the window yields, and how sure its drafts were."""
 
     @property
+    def inexact(self) -> str | None:
+        """Why a token's bits may depend on how many run with it; None where they do not."""
+
+    @property
     def window_seconds(self) -> float | None:
         """What the last window took, where it had the machine for itself."""
 

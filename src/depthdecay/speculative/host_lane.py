@@ -48,6 +48,10 @@ class HostLane:
     def cache_bytes(self) -> int:
         return self.runner.cache_bytes
 
+    @property
+    def inexact(self) -> str | None:
+        return self.runner.inexact
+
     def read(self, text: Sequence[int]) -> torch.Tensor:
         self.length = len(text)
         return self.runner.run([Part(0, 0, text, self.plan.num_layers, self.plan)]).logits

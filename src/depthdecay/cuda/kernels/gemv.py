@@ -24,13 +24,14 @@ MOST_MATRICES = 4  # that one launch can serve
 BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
 
 MOST_ROWS = 16  # of a few: what one tensor-core tile holds
-# Of the kernel for a few rows: columns a program reads at once, loads under way, and programs below which columns are
-# split among more.
-SKINNY_COLUMNS, SKINNY_STAGES, PROGRAMS = 128, 5, 528
-# What follows a split product sums its parts: inductor inside the next kernel where there are fewer than eight, else in
-# one of its own. For a 1.5B model on an H200 12 and 14 parts made a verification of four 1.94 ms, 6 and 7 make it 1.55.
-MOST_PARTS = 7
-MOST_TILE = 64  # weight rows that one program takes at most
+SKINNY_COLUMNS = 128  # that a program of the kernel for a few rows reads at once
+# Programs that an H200's 132 processors hold at once of the tall tile, and how many of the low one columns are split
+# for: what does not fit into one turn leaves processors idle in the next.
+TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
+# What follows a split product sums its parts on its way; with 7 of them that took longer than the split saved.
+MOST_PARTS = 5
+AHEAD = 2  # lines of 128 bytes of each weight row that a program fetches while the kernel before still runs
+LEAST_BLOCKS = 3  # of columns in a part: fewer, and loads have no time to overlap
 
 if triton is not None:
 
@@ -81,7 +82,8 @@ if triton is not None:
             total += w.to(tl.float32) * x.to(tl.float32)
         tl.store(y_ptr + row, tl.sum(total, 0).to(y_ptr.dtype.element_ty))
 
-    @triton.jit
+    # Not specialised by the number of rows: one binary for all of them, so that a row's bits do not depend on it.
+    @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
     def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         w0_ptr,
@@ -98,6 +100,7 @@ if triton is not None:
         part,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
+        AHEAD: tl.constexpr,
         PDL: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64) * ROWS
@@ -116,8 +119,19 @@ if triton is not None:
         x_ptrs = x_ptr + vectors[:, None] * columns + start + lanes[None, :]
         inside = vectors[:, None] < count
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            if AHEAD > 0:  # weights do not depend on the kernel before: their first lines of 128 bytes are fetched
+                ahead = tl.minimum(tl.arange(0, AHEAD) * 64, part - 64)
+                lines = w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :]
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                    "=r,l",
+                    [lines.to(tl.int64)],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+            gdc_wait()
         total = tl.zeros((16, ROWS), dtype=tl.float32)
         for _ in range(0, part, COLUMNS):
             w = tl.load(w_ptrs, eviction_policy="evict_first")
@@ -170,24 +184,29 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 
 class Tiling(NamedTuple):
-    """Of a product with a few rows: weight rows that a program takes, its warps, and in how many parts columns come."""
+    """Of a product with a few rows: weight rows that a program takes, its warps and loads under way, and in how many
+    parts columns come.
+
+    It depends on the matrices alone: by another number of rows it would change the order of sums, and so the bits.
+    """
 
     rows: int
     warps: int
+    stages: int
     parts: int
 
 
+TALL, LOW = Tiling(128, 4, 3, 1), Tiling(32, 2, 5, 1)
+
+
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
-    """Enough programs for the device: by splitting columns, and where that is not enough, with fewer rows for each."""
-    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    """The tall tile where it fills the device in one turn, else the low one with columns split among programs."""
+    heights, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    if all(height % TALL.rows == 0 for height in heights) and sum(heights) // TALL.rows in TALL_PROGRAMS:
+        return TALL
     blocks = columns // SKINNY_COLUMNS
-
-    def with_rows(tile: int, warps: int) -> Tiling:
-        most = min(-(-PROGRAMS // (rows // tile)), MOST_PARTS)
-        return Tiling(tile, warps, max(parts for parts in range(1, most + 1) if blocks % parts == 0))
-
-    tall = with_rows(MOST_TILE, 4)
-    return tall if rows // tall.rows * tall.parts > PROGRAMS * 2 // 3 else with_rows(32, 2)
+    most = min(MOST_PARTS, LOW_PROGRAMS // (sum(heights) // LOW.rows), blocks // LEAST_BLOCKS)
+    return LOW._replace(parts=max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0))
 
 
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
@@ -217,9 +236,10 @@ def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool)
         columns // parts,
         ROWS=tile.rows,
         COLUMNS=SKINNY_COLUMNS,
+        AHEAD=AHEAD,
         PDL=overlap,
         num_warps=tile.warps,
-        num_stages=SKINNY_STAGES,
+        num_stages=tile.stages,
         launch_pdl=overlap,
     )
     return y
@@ -233,4 +253,4 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 def is_even(weight: torch.Tensor) -> bool:
     """Whether a matrix divides into the blocks of `skinny_gemm`."""
-    return weight.shape[0] % MOST_TILE == 0 and weight.shape[1] % SKINNY_COLUMNS == 0
+    return weight.shape[0] % LOW.rows == 0 and weight.shape[1] % SKINNY_COLUMNS == 0

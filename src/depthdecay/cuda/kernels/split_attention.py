@@ -20,11 +20,12 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernels
 MOST_TOKENS = 16
 ROWS = 16  # of queries in one program: what one tensor-core tile holds
 SPLIT = 64  # positions in one program
+HEAD_SIZES = (64, 128, 256)
 _LOG2E = 1.4426950408889634
 
 if triton is not None:
-
-    @triton.jit
+    # One binary for every number of tokens: those of 1 and 16 would be specialised.
+    @triton.jit(do_not_specialize=["tokens", "rows", "splits"])  # type: ignore[untyped-decorator]
     def _part_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
@@ -101,7 +102,7 @@ if triton is not None:
             part = tl.dot(weights.to(v.dtype), v)
             tl.store(part_ptr + stored[:, None] * DIM + lanes[None, :], part, mask=inside[:, None])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "rows", "tiles", "splits"])  # type: ignore[untyped-decorator]
     def _sum_kernel(  # type: ignore[no-untyped-def]
         part_ptr, stat_ptr, y_ptr, groups, tokens, rows, tiles, splits, DIM: tl.constexpr, PDL: tl.constexpr
     ):
@@ -223,7 +224,7 @@ def _reference(
     keys, values = (states.float().repeat_interleave(share, dim=1) for states in (key, value))
     scores = query.float() @ keys.transpose(2, 3) * scaling
     scores = scores.masked_fill(~mask[..., : key.shape[2]], float("-inf"))
-    return (scores.softmax(-1) @ values).transpose(1, 2).to(query.dtype)
+    return (scores.softmax(-1) @ values).transpose(1, 2).to(query.dtype).contiguous()
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -240,7 +241,7 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         and mask.stride(3) == 1
         and mask.shape[3] >= key.shape[2]
         and query.shape[2] <= MOST_TOKENS
-        and dim in (64, 128, 256)
+        and dim in HEAD_SIZES
         and value.shape[-1] == dim
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
     )

@@ -1,0 +1,227 @@
+"""Bits that do not depend on how many tokens run together, on a GPU: kernels, passes and whole answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import PROMPTS, tiny_model
+
+import depthdecay as dd
+from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.cuda.pass_graphs import PassGraphs
+from depthdecay.model.kv_cache import bucket_for
+from depthdecay.model.layers import LayerStack
+from depthdecay.model.repairs import Repairs
+from depthdecay.runners.contract import Part
+from depthdecay.speculative.expected_gain import TrackRecord
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+LAYERS = 4
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1024,
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 128},
+    "gpt_neox": {"num_key_value_heads": None},
+}
+INEXACT: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": ({"head_dim": 64}, "attention"),  # by version: one that is not torch's, or capped scores
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "multiplies by matrices that our kernels"),
+}
+PRODUCTS = 4 * LAYERS + 1  # launches a pass: query with key and value, output, gate with up, down; the output matrix
+DTYPES = [torch.bfloat16, torch.float16]
+exact = pytest.mark.parametrize("architecture", EXACT)
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+
+
+def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
+    """In shapes that our kernels take, with logits that are close to each other: then every rounding shows."""
+    model = tiny_model(architecture, **{**SHAPE, **more})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.05)
+    return model.to(dtype).cuda()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often our kernels for a few rows were started."""
+    counts: Counter[str] = Counter()
+    beside, added = gemv._side_by_side, attend.sum_parts
+    monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+    monkeypatch.setattr(attend, "sum_parts", lambda *args: (counts.update(["attention"]), added(*args))[1])
+    return counts
+
+
+class Fed:
+    """Tokens behind a prompt in captured passes of chosen widths, and the logits that they give."""
+
+    def __init__(self, model: Any) -> None:
+        self.plan = dd.Plan.full(LAYERS)
+        stack = LayerStack.of(model)
+        self.passes = PassGraphs(stack, self.plan, Repairs(), CompiledLayers(), batch=1, rooms=[512] * LAYERS)
+        self.ids = torch.zeros((1, 16), dtype=torch.long, device="cuda")
+        self.positions = torch.zeros(16, dtype=torch.long, device="cuda")
+        self.logits = torch.zeros((1, 16, 1024), dtype=model.dtype, device="cuda")
+
+    def __call__(self, prompt: Sequence[int], text: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
+        self.passes.run([Part(0, 0, prompt, LAYERS, self.plan)])
+        found, at = [], 0
+        for width in widths:
+            start = len(prompt) + at
+            self.ids[0, :width] = torch.tensor(text[at : at + width])
+            self.positions[:width] = torch.arange(start, start + width)
+            found.append(self._pass(width, bucket_for(start + width)))
+            at += width
+        assert at == len(text)
+        return torch.cat(found, dim=1)[0]
+
+    @torch.no_grad()
+    def _pass(self, width: int, bucket: int) -> torch.Tensor:
+        def body() -> torch.Tensor:
+            logits = self.passes.several(self.ids[:, :width].clone(), self.positions[:width].clone(), bucket)
+            self.logits[:, :width] = logits
+            return logits
+
+        captured = self.passes.graph(("fed", width, bucket), LAYERS, bucket, body, tokens=width)
+        captured.graph.replay()
+        return self.logits[:, :width].clone()
+
+
+def random_widths(tokens: int, seed: int) -> list[int]:
+    chosen, widths = random.Random(seed), []
+    while tokens:
+        widths.append(min(tokens, chosen.choice((1, 1, 2, 3, 4, 5, 8, 11, 15, 16))))
+        tokens -= widths[-1]
+    return widths
+
+
+@exact
+@in_16_bits
+def test_logits_have_the_same_bits_in_passes_of_every_width(
+    architecture: str, dtype: torch.dtype, launches: Counter[str]
+) -> None:
+    """Over several buckets, and wherever passes begin."""
+    fed = Fed(model_of(architecture, dtype, **EXACT[architecture]))
+    chosen = random.Random(0)
+    prompt, text = ([chosen.randrange(3, 1000) for _ in range(length)] for length in (117, 192))
+    expected = fed(prompt, text, [1] * len(text))
+    assert fed.passes.inexact is None
+    assert fed.passes.graphs.compiled is not None
+    assert launches["products"] > 0
+    assert launches["products"] % PRODUCTS == 0
+    assert launches["attention"] % LAYERS == 0
+    assert len(expected.unique(dim=0)) == len(text)
+    splits = [[width] * (len(text) // width) for width in (2, 3, 4, 8, 16)]
+    for widths in (*splits, *(random_widths(len(text), seed) for seed in range(4))):
+        said = fed(prompt, text, widths)
+        different = (said != expected).any(-1).nonzero().flatten().tolist()
+        assert not different, f"{widths} differ at {different[:5]}"
+
+
+@exact
+@in_16_bits
+def test_lossless_answers_are_those_of_full_depth_bit_for_bit(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter((1, 5, 3, 0, 9, 15, 2) * 2000)
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
+    plan = dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[2])
+    engine = dd.Engine(model_of(architecture, dtype, **EXACT[architecture]), plan=plan, compile=True)
+    for prompt in [*PROMPTS, *([7, 8, 9] * 20 + [start] for start in range(5))]:
+        full = engine.generate([prompt], 220, mode="full", eos_token_id=None)[0]
+        assert full.exact is True
+        for lookup in (True, False):
+            result = engine.generate([prompt], 220, mode="lossless", eos_token_id=None, lookup=lookup)[0]
+            assert (result.exact, result.inexact_because) == (True, None)
+            assert result.drafted > 0
+            assert result.token_ids == full.token_ids
+    assert engine._chain.last is not None
+    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # nothing was given up
+
+
+def test_a_second_engine_says_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever passes it runs first, and with drafts of its own."""
+    lengths = iter((4, 2, 7) * 2000)
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
+    model = model_of("qwen2", torch.bfloat16, **EXACT["qwen2"])
+    full = dd.Engine(model, compile=True).generate(PROMPTS[:1], 200, mode="full", eos_token_id=None)[0]
+    plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[1, 2])
+    lossless = dd.Engine(model, plan=plan, compile=True).generate(PROMPTS[:1], 200, mode="lossless", eos_token_id=None)
+    assert lossless[0].token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("architecture", INEXACT)
+def test_what_our_kernels_do_not_fit_says_so(architecture: str) -> None:
+    changes, reason = INEXACT[architecture]
+    engine = dd.Engine(model_of(architecture, torch.bfloat16, **changes), compile=True)
+    full = engine.generate(PROMPTS[:1], 16, mode="full", eos_token_id=None)[0]
+    with pytest.warns(UserWarning, match="may differ from full depth's at near-ties"):
+        result = engine.generate(PROMPTS[:1], 16, mode="lossless", eos_token_id=None)[0]
+    for answer in (full, result):
+        assert answer.exact is False
+        assert reason in str(answer.inexact_because)
+        assert len(answer.token_ids) == 16
+
+
+def test_layers_that_run_as_they_are_say_so() -> None:
+    engine = dd.Engine(model_of("llama", torch.bfloat16))
+    with pytest.warns(UserWarning, match="may differ from full depth's at near-ties"):
+        result = engine.generate(PROMPTS[:1], 8, mode="lossless", eos_token_id=None)[0]
+    assert result.exact is False
+    assert "not compiled" in str(result.inexact_because)
+
+
+@in_16_bits
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [(1536, [1536, 256, 256]), (8960, [1536]), (1536, [8960, 8960]), (4096, [11008, 11008]), (512, [32]), (128, [96])],
+)
+def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn((16, columns), device="cuda").to(dtype)
+    weights = [torch.randn((count, columns), device="cuda").to(dtype) for count in rows]
+    expected = gemv.skinny_gemm(x, weights, False)
+    whole = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
+    assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
+    for count in range(1, 16):
+        first = int(torch.randint(0, 17 - count, ()))
+        some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
+        assert torch.equal(some, expected[:, first : first + count])
+
+
+@in_16_bits
+@pytest.mark.parametrize("size", attend.HEAD_SIZES)
+def test_attention_does_not_depend_on_tokens_beside_or_on_the_bucket(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn((1, heads, count, size), device="cuda").to(dtype) for heads, count in ((12, 16), (2, 512), (2, 512))
+    )
+    places = torch.arange(512, device="cuda")
+    mask = (places <= 310 + places[:16].unsqueeze(1)).expand(1, 1, 16, 512)  # the last tokens see a part more
+    expected = attend.attend(query, key, value, mask, 0.1, False)
+    for bucket in (384, 512):
+        for first, count in ((0, 1), (0, 2), (3, 5), (9, 1), (15, 1), (8, 8)):
+            part = slice(first, first + count)
+            asked = query[:, :, part], key[:, :, :bucket], value[:, :, :bucket], mask[:, :, part, :bucket]
+            assert torch.equal(attend.attend(*asked, 0.1, True), expected[:, part])
