@@ -23,8 +23,8 @@ from tiny_models import LAYERS  # noqa: E402
 
 from depthdecay import Engine, Plan  # noqa: E402
 from depthdecay.batching.batcher import BatchSettings  # noqa: E402
-from depthdecay.cli.options import DEFAULT_PLAN  # noqa: E402
 from depthdecay.model.load import load  # noqa: E402
+from depthdecay.plan.file import EMBEDDED_PLAN  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -690,7 +690,7 @@ def embedded(converted_cache: Path) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEPTHDECAY_CACHE", str(converted_cache))
         loaded = load(device="cpu")
-        engine = Engine(loaded.model, loaded.tokenizer, Plan.load(DEFAULT_PLAN))
+        engine = Engine(loaded.model, loaded.tokenizer, Plan.load(EMBEDDED_PLAN))
         with running(engine, BATCH, model_name=loaded.shown_name) as server:
             yield server
 
