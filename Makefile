@@ -8,7 +8,7 @@ VENV_VLLM ?= .venv-vllm
 # The newest transformers over what is in $(VENV), so that torch is not installed twice.
 VENV_NEWEST ?= .venv-newest
 # The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
-NEWEST_TESTS := tests/test_internals.py tests/test_correctness.py tests/engine tests/model tests/plan/test_identity.py tests/integrations/transformers
+NEWEST_TESTS := tests/test_library_internals.py tests/test_self_check.py tests/engine tests/model tests/plan/test_identity.py tests/integrations/transformers
 
 BIN := $(VENV)/bin
 VLLM_STAMP := $(VENV_VLLM)/.setup-done

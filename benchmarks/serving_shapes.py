@@ -24,7 +24,7 @@ import torch
 
 from depthdecay import Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings
-from depthdecay.bench.shapes import SHAPES, random_model
+from depthdecay.bench.model_shapes import SHAPES, random_model
 from depthdecay.engine.request import UNENDING, prepare_request
 from depthdecay.model.costs import cost_speedup
 from depthdecay.model.devices import choose_device, choose_dtype

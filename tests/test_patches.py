@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_model
 
 from depthdecay.cuda.decode_attention import attention_in_steps
-from depthdecay.internals import attention_function
+from depthdecay.library_internals import attention_function
 from depthdecay.model import grouped_attention as attention
 from depthdecay.model.layers import LayerStack
 from depthdecay.patches import SharedPatch, replaced_each

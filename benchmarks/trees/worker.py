@@ -19,7 +19,7 @@ import torch
 import depthdecay
 from depthdecay import Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings
-from depthdecay.bench.shapes import random_model
+from depthdecay.bench.model_shapes import random_model
 from depthdecay.engine.request import UNENDING, prepare_request
 from depthdecay.model.devices import choose_device, choose_dtype
 

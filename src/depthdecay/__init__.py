@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from depthdecay.batching.batcher import Batcher as Batcher
     from depthdecay.bench.decoding import benchmark as benchmark
     from depthdecay.calibration.calibrate import calibrate as calibrate
-    from depthdecay.correctness import check as check
     from depthdecay.engine.engine import Engine as Engine
     from depthdecay.engine.engine import Result as Result
     from depthdecay.errors import DepthDecayError as DepthDecayError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from depthdecay.model.load import load as load
     from depthdecay.plan.ladder import Ladder as Ladder
     from depthdecay.plan.plan import Plan as Plan
+    from depthdecay.self_check import check as check
 
 __version__ = "0.2.0"
 
@@ -33,7 +33,7 @@ _EXPORTS = {
     "applied": "integrations.transformers.applied",
     "benchmark": "bench.decoding",
     "calibrate": "calibration.calibrate",
-    "check": "correctness",
+    "check": "self_check",
     "draft_model": "integrations.transformers.assistant",
     "evaluate": "evaluation.evaluate",
     "load": "model.load",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import depthdecay as dd
 from depthdecay.bench.decoding import DecodingReport, DecodingRow, depth_to_measure, plan_to_measure, run_bench
-from depthdecay.bench.shapes import SHAPES, random_model
+from depthdecay.bench.model_shapes import SHAPES, random_model
 from depthdecay.cli import app
 from depthdecay.cli.bench_tables import _FIGURES, _HEADINGS, _table
 from depthdecay.engine.engine import Engine

@@ -15,7 +15,7 @@ from depthdecay.bench import drawing, figures
 from depthdecay.bench.drawing import Chart, inline_svg, write_chart
 from depthdecay.bench.figures import QualityPoint, method_style
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.peer_rules import PEER_RULES
+from depthdecay.plan.baselines import PEER_RULES
 
 POINTS = [
     QualityPoint("tiny, gsm8k", "depthdecay", 1.25, 0.5, -0.01, -0.03, 0.01, 100),

@@ -12,15 +12,15 @@ from calibrations import SMALL, token_prompts
 from tiny_models import LAYERS, tiny_model
 
 import depthdecay as dd
-from depthdecay.calibration.calibration import Calibration
 from depthdecay.calibration.drafted_texts import Drafts
 from depthdecay.calibration.drafter import expected
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings
 from depthdecay.calibration.goal import Goal
+from depthdecay.calibration.run import Calibration
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.repairs import Repairs
-from depthdecay.plan.shelf import drafter_of
+from depthdecay.plan.stored_plans import drafter_of
 
 
 def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         Calibration(model, None, token_prompts(), tmp_path, SMALL, say=interrupt)
     calls: list[int] = []
-    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", lambda *a, **k: calls.append(1))
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.continue_prompts", lambda *a, **k: calls.append(1))
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert not calls

@@ -14,11 +14,11 @@ from calibrations import SMALL, token_prompts
 from tiny_models import LAYERS, tiny_model
 
 import depthdecay as dd
-from depthdecay.calibration.calibration import Calibration
 from depthdecay.calibration.continuations import continue_prompts, split_prompts, variety
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.run import Calibration
 from depthdecay.errors import DepthDecayError
 
 
@@ -59,23 +59,23 @@ def test_a_model_with_nan_is_refused(tmp_path: Path) -> None:
 def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     each = 2.5 * SMALL.new_tokens * model.config.hidden_size * (LAYERS + 1) * 4
-    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     said: list[str] = []
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert run.fit.prompts + run.select.prompts == 16
     assert any("states of 16 prompts" in message for message in said)
     # A run that is given again goes on with as many, whatever is free by then.
-    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert any("going on" in message for message in said)
     # Also where all had fitted at first.
-    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 1000)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * 1000)
     whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
-    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
     again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
     assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
-    monkeypatch.setattr("depthdecay.calibration.texts.free_bytes", lambda device: each * 5)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * 5)
     with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
 
@@ -125,7 +125,7 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: py
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("answered again, though the answers lie there")
 
-    monkeypatch.setattr("depthdecay.calibration.texts.continue_prompts", refuse)
+    monkeypatch.setattr("depthdecay.calibration.kept_answers.continue_prompts", refuse)
     resumed = Calibration(model, None, token_prompts(24), tmp_path / "again", few)
     assert count(resumed.fit) == count(run.fit)
     enough = replace(SMALL, fit_prompts=8)

@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
+from depthdecay.cpu import choose_stack as opening
 from depthdecay.cpu import kernel_library as library
-from depthdecay.cpu import open_stack as opening
 from depthdecay.cpu import packed_weights as weights
 from depthdecay.cpu import quantized_blocks as blocks
+from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.cpu.compiled_rows import FEW_TOKENS
 from depthdecay.cpu.compiled_stack import CompiledLayerStack
-from depthdecay.cpu.open_stack import open_stack
+from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.supported_models import OtherForm, form_of
-from depthdecay.cpu.widened_stack import widen_in_place
 from depthdecay.errors import DepthDecayError
 from depthdecay.model import load as models
 from depthdecay.model.layers import LayerStack

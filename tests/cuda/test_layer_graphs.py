@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from depthdecay import Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.cuda import layer_graphs as layer_graphs_module
-from depthdecay.cuda.capture import Graphs
+from depthdecay.cuda.capture_or_fallback import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged, parts_for
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of

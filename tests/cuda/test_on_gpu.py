@@ -347,9 +347,9 @@ def test_repairs_run_inside_the_graphs(compile: bool) -> None:
 def test_calibration_runs_on_the_gpu(tmp_path: Any) -> None:
     from calibrations import SMALL, token_prompts
 
-    from depthdecay.calibration.calibration import Calibration
     from depthdecay.calibration.fidelity import Simulator
     from depthdecay.calibration.goal import Goal
+    from depthdecay.calibration.run import Calibration
     from depthdecay.model.repairs import Repairs
 
     model = on_gpu("llama")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from depthdecay.arguments import exact_decimal, whole_number
+from depthdecay.argument_checks import exact_decimal, whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.schedule import (
     ConstantSchedule,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from depthdecay.cuda.capture import Capturer
+from depthdecay.cuda.capture_or_fallback import Capturer
 
 
 class Replay:

@@ -12,8 +12,8 @@ import torch
 
 from depthdecay.batching.admission import Admission
 from depthdecay.batching.drafting import BatchDrafting
-from depthdecay.batching.intake import Intake
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
+from depthdecay.batching.new_rows import Intake
 from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_in_own_passes, read_within_step
 from depthdecay.batching.row import BatchRow, from_the_start
 from depthdecay.engine.engine import Engine

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, times_as_fast, transformers_decoding
 from depthdecay.bench.decoding import depth_to_measure, plan_to_measure
 from depthdecay.cpu.threads import threads

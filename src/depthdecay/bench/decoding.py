@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.bench.contenders import (
     Contender,
     Decode,
@@ -20,7 +20,7 @@ from depthdecay.bench.contenders import (
     times_as_fast,
     transformers_decoding,
 )
-from depthdecay.bench.shapes import check_source, load_model_or_shape
+from depthdecay.bench.model_shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import ArgumentError, DepthDecayError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError, one_line
 from depthdecay.serve.hosts import is_loopback
 

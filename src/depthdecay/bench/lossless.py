@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
@@ -21,7 +21,7 @@ from depthdecay.errors import ArgumentError, failure
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.shelf import drafter_of, shipped_plan
+from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import require_writable, write_result
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthdecay.arguments import whole_number
-from depthdecay.bench.shapes import check_source, load_model_or_shape
+from depthdecay.argument_checks import whole_number
+from depthdecay.bench.model_shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.errors import DepthDecayError, NotCapturable

@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.arguments import Number, exact_decimal, whole_number
-from depthdecay.calibration.calibrated import Calibrated
-from depthdecay.calibration.calibration import Calibration
+from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.calibration.drafter import LOWEST_SHARE
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.report_page import write_report
+from depthdecay.calibration.result import Calibrated
+from depthdecay.calibration.run import Calibration
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.summary import report_data
+from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
-from depthdecay.cpu.widened_stack import widen_in_place
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import make_folder, read_bytes
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.shelf import LOSSLESS_FOLDER
+from depthdecay.plan.stored_plans import LOSSLESS_FOLDER
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import provenance, write_result
 

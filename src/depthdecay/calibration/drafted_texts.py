@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from depthdecay.calibration.recording import RecordedBatch, Recording
-from depthdecay.internals import attention_name
+from depthdecay.library_internals import attention_name
 from depthdecay.model.grouped_attention import replaced_attention, scaling_of
 from depthdecay.model.kv_cache import PlannedCache
 from depthdecay.model.layers import LayerStack

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from depthdecay.calibration.calibrated import Calibrated, with_figures
-from depthdecay.calibration.choice import Shape
 from depthdecay.calibration.drafted_texts import Drafts, can_simulate_drafts
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.result import Calibrated, with_figures
+from depthdecay.calibration.size_and_shape import Shape
 from depthdecay.model.costs import Costs
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.ladder import Ladder
@@ -28,7 +28,7 @@ from depthdecay.speculative.expected_gain import LONGEST, Pace
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibration import Calibration
+    from depthdecay.calibration.run import Calibration
 
 DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
 LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdecay.calibration.calibrated import Calibrated
-from depthdecay.calibration.calibration import Calibration
 from depthdecay.calibration.fidelity import Simulator, shown_positions
+from depthdecay.calibration.result import Calibrated
+from depthdecay.calibration.run import Calibration
 from depthdecay.plan.plan import Plan
 
 

@@ -14,7 +14,7 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import out_console, working
 
 if TYPE_CHECKING:
-    from depthdecay.correctness import CheckRow
+    from depthdecay.self_check import CheckRow
 
 
 @opt.grouped()
@@ -38,10 +38,10 @@ def check(
     loaded = options.load(quiet=as_json)
     chosen = plan.choose(loaded.model, loaded.name, stored, new_tokens)
 
-    from depthdecay import correctness
+    from depthdecay import self_check
     from depthdecay.model.layers import LayerStack
 
-    chosen = chosen or correctness.default_plan(LayerStack.of(loaded.model).num_layers, new_tokens)
+    chosen = chosen or self_check.default_plan(LayerStack.of(loaded.model).num_layers, new_tokens)
     number_type = str(loaded.model.dtype).removeprefix("torch.")
     console = out_console()
     if not as_json:
@@ -60,7 +60,7 @@ def check(
             spinner.enter_context(working("checking …", quiet=as_json))
 
         spinner.enter_context(working("checking …", quiet=as_json))
-        rows = correctness.check(
+        rows = self_check.check(
             loaded, chosen, new_tokens=new_tokens, allow_other_weights=allow_other_weights, progress=show
         )
     passed = all(row.passed for row in rows)

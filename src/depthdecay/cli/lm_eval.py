@@ -15,7 +15,7 @@ import typer
 from depthdecay.cli import options as opt
 from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.integrations.lm_eval.gsm8k import find_files, read_problems
-from depthdecay.internals import lm_eval_command_line
+from depthdecay.library_internals import lm_eval_command_line
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from depthdecay.arguments import exact_decimal
+from depthdecay.argument_checks import exact_decimal
 from depthdecay.bench.loadtest import Load, LoadReport, run_load
 from depthdecay.cli.serve import KEY_VARIABLE
 from depthdecay.cli.show import working

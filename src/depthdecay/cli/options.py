@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.cli.show import working
 from depthdecay.engine.plan_choice import DEFAULT_OVER, DepthSettings, require_mode
 from depthdecay.errors import DepthDecayError

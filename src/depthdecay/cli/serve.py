@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from depthdecay.internals import forward_hooks
+from depthdecay.library_internals import forward_hooks
 from depthdecay.model.layers import LayerStack
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")

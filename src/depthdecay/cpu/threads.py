@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _chosen: int | None = None

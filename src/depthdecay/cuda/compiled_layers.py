@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from depthdecay.cuda.exactness import Exactness
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
-from depthdecay.internals import vary_sizes
+from depthdecay.library_internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
 from depthdecay.model.kv_cache import OneLayer
 from depthdecay.model.layers import LayerPass, LayerStack

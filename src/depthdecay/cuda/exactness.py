@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from depthdecay.cuda.kernels.split_attention import HEAD_SIZES
-from depthdecay.internals import attention_name
+from depthdecay.library_internals import attention_name
 from depthdecay.model.layers import LayerStack
 
 UNCOMPILED = "layers are not compiled, so that cuBLAS multiplies, which rounds by how many tokens run together"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from depthdecay import internals
+from depthdecay import library_internals as internals
 from depthdecay.cuda.kernels import dependent_launch as waiting
 from depthdecay.cuda.kernels import gemv
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from depthdecay.cuda.capture import Graphs
+from depthdecay.cuda.capture_or_fallback import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers, one_cache, one_index
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.errors import NotCapturable
-from depthdecay.internals import attention_named, attention_registered, optimized_for_decoding
+from depthdecay.library_internals import attention_named, attention_registered, optimized_for_decoding
 from depthdecay.model.grouped_attention import is_plain, scaling_of
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs

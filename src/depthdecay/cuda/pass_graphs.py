@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from depthdecay.cuda.capture import Graphs, require_alike
+from depthdecay.cuda.capture_or_fallback import Graphs, require_alike
 from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
 from depthdecay.cuda.decode_attention import attention_in_steps
 from depthdecay.cuda.exactness import BATCHED, UNCOMPILED, Exactness
 from depthdecay.cuda.kernels.split_attention import MOST_TOKENS
 from depthdecay.errors import NotCapturable
-from depthdecay.internals import optimized_for_decoding
+from depthdecay.library_internals import optimized_for_decoding
 from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from depthdecay.arguments import Number
-from depthdecay.engine.kept import Kept
+from depthdecay.argument_checks import Number
 from depthdecay.engine.mailbox import Mailbox
 from depthdecay.engine.plan_choice import DepthSettings, require_mode
 from depthdecay.engine.request import Request, prepare_request
 from depthdecay.engine.result import AnswerInProgress, Piece, Result, Stream
+from depthdecay.engine.reuse import Kept
 from depthdecay.engine.sampling import Sampler, sequence_keys
-from depthdecay.engine.streaming import told_to
+from depthdecay.engine.streamers import told_to
 from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError
 from depthdecay.model.kv_cache import room_for, rooms
 from depthdecay.model.layers import LayerStack, primary_device, require_eval, unwrap
-from depthdecay.model.loaded import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.repairs import Repairs, repairs_for
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.shelf import drafter_of, shipped_plan
+from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.kv_blocks import KVBlocks
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from depthdecay.batching.batcher import Batcher
-    from depthdecay.cuda.chain import Chain
     from depthdecay.cuda.pass_graphs import PassGraphs
+    from depthdecay.cuda.window_chain import Chain
 
 logger = logging.getLogger("depthdecay")
 PREFILL_TOKENS = 2048  # of several texts that are read together
@@ -370,8 +370,8 @@ class Engine:
             with self._sampled.lent(lambda kept: kept.blocks.longest >= positions + LONGEST + 1, make_runner) as runner:
                 yield self._host_lane(runner, prompt, sampler, drafting)
             return
-        from depthdecay.cuda.chain import Chain
         from depthdecay.cuda.pass_graphs import PassGraphs
+        from depthdecay.cuda.window_chain import Chain
 
         def make_chain() -> Chain:
             room = [Chain.room_for(positions)] * self.stack.num_layers
@@ -491,7 +491,7 @@ def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: 
         model, origin = model.model, model.origin
     if quantize is None and (fast is False or primary_device(unwrap(model)).type != "cpu"):
         return LayerStack.of(model)
-    from depthdecay.cpu.open_stack import open_stack
+    from depthdecay.cpu.choose_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast)
 

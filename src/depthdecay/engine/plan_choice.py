@@ -7,11 +7,11 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.arguments import Number, exact_decimal, one_of, whole_number
+from depthdecay.argument_checks import Number, exact_decimal, one_of, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import exact_alpha
-from depthdecay.plan.shelf import shipped_plan, stored_plan
+from depthdecay.plan.stored_plans import shipped_plan, stored_plan
 
 if TYPE_CHECKING:
     from depthdecay.model.layers import LayerStack

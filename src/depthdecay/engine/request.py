@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.engine.sampling import ScoreChanges
 from depthdecay.errors import ArgumentError, ContextError, DepthDecayError, MissingNameError, one_line
-from depthdecay.internals import completed_generation_config
+from depthdecay.library_internals import completed_generation_config
 from depthdecay.model.prompts import as_batch, plain, token_ids
 from depthdecay.speculative.expected_gain import LONGEST
 from depthdecay.speculative.prompt_lookup import LOOKUP

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from depthdecay.internals import logits_processors
+from depthdecay.library_internals import logits_processors
 
 _MASK32 = 0xFFFFFFFF
 

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.arguments import Number, whole_number
-from depthdecay.cpu.open_stack import open_stack
+from depthdecay.argument_checks import Number, whole_number
+from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.cpu.packed_weights import check_setting
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.request import PLAIN_GREEDY

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from depthdecay.arguments import Number, exact_decimal
+from depthdecay.argument_checks import Number, exact_decimal
 from depthdecay.errors import ArgumentError
-from depthdecay.plan.peer_rules import plan_for_budget
+from depthdecay.plan.baselines import plan_for_budget
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def contenders(
     """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
     made = [MethodPlan("full", None, None)] if "full" in methods else []
     if "lossless" in methods:
-        from depthdecay.plan.shelf import drafter_of
+        from depthdecay.plan.stored_plans import drafter_of
 
         made.append(MethodPlan("lossless", None, plan if plan is None else drafter_of(plan)))
     if "depthdecay" in methods and not speedups:
@@ -95,7 +95,7 @@ def contenders(
                 continue
             if method == "depthdecay":
                 from depthdecay.model.speedup import plan_at_speedup
-                from depthdecay.plan.shelf import stored_plan
+                from depthdecay.plan.stored_plans import stored_plan
 
                 assert plan is not None
                 used = plan_at_speedup(stored_plan(plan, speedup), stack, speedup, over_tokens)

@@ -9,7 +9,7 @@ import torch
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts, variety
 from depthdecay.calibration.fidelity import compare
-from depthdecay.cpu.open_stack import open_stack
+from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from depthdecay.internals import attention_function, attention_name, attention_registered
+from depthdecay.library_internals import attention_function, attention_name, attention_registered
 from depthdecay.patches import SharedPatch, replaced_each
 
 if TYPE_CHECKING:

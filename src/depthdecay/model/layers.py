@@ -19,7 +19,7 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
-from depthdecay.internals import attention_name, takes_dynamic_cache
+from depthdecay.library_internals import attention_name, takes_dynamic_cache
 from depthdecay.patches import Patch, replaced_each
 from depthdecay.runners.contract import PLAIN, Ask
 

@@ -11,10 +11,10 @@ from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.files import expanded, package_file
 from depthdecay.model import gguf_cache, gguf_convert
 from depthdecay.model.devices import choose_device, choose_dtype
-from depthdecay.model.loaded import LoadedModel, Source
+from depthdecay.model.loaded_model import LoadedModel, Source
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.file import EMBEDDED_MODEL
-from depthdecay.quiet import quiet_libraries
+from depthdecay.quiet_libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
-from depthdecay.arguments import Number, exact_decimal
+from depthdecay.argument_checks import Number, exact_decimal
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack

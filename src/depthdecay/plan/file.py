@@ -59,7 +59,7 @@ def fetch_beside(path: str, file: Path, name: str) -> None:
         return
     from huggingface_hub import hf_hub_download
 
-    from depthdecay.quiet import quiet_libraries
+    from depthdecay.quiet_libraries import quiet_libraries
 
     try:
         with quiet_libraries(downloads=True):
@@ -121,7 +121,7 @@ def _download(repository: str) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
-    from depthdecay.quiet import quiet_libraries
+    from depthdecay.quiet_libraries import quiet_libraries
 
     with quiet_libraries(downloads=False):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from depthdecay.internals import COMPILED_PART, uncompiled
+from depthdecay.library_internals import COMPILED_PART, uncompiled
 
 SAMPLES = 64
 # A Weyl sequence spreads over a tensor without a period; equal steps would fall into one column of a matrix whose row

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.schedule import MAX_LAYERS
 

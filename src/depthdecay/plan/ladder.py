@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.schedule import MAX_LAYERS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.arguments import Number, whole_number
+from depthdecay.argument_checks import Number, whole_number
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.plan.ladder import Ladder
 from depthdecay.plan.schedule import (

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from depthdecay.arguments import Number, exact_decimal, whole_number
+from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 
 # Far above any real model; it keeps a damaged plan file from asking for a table that fills the memory.

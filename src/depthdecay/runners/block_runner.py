@@ -72,7 +72,7 @@ class BlockRunner:
 
     def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
         """None where the pass has to run eagerly. The first one is held against an eager pass."""
-        from depthdecay.cuda.capture import require_alike
+        from depthdecay.cuda.capture_or_fallback import require_alike
 
         graphs = self.graphs
         assert graphs is not None

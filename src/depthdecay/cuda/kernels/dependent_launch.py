@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from depthdecay.internals import kernel_waits
+from depthdecay.library_internals import kernel_waits
 from depthdecay.patches import SharedPatch
 
 

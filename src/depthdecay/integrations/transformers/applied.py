@@ -13,7 +13,7 @@ from typing import Any
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
-from depthdecay import internals
+from depthdecay import library_internals as internals
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerPass, LayerStack, require_eval
 from depthdecay.model.repairs import Repairs, repairs_for

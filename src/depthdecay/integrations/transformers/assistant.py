@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs, repairs_for

@@ -12,9 +12,9 @@ import torch
 from depthdecay.cpu import kernel_library as native
 from depthdecay.cpu.compiled_rows import CompiledRows
 from depthdecay.cpu.compiled_stack import CompiledLayerStack
+from depthdecay.cpu.dequantized_stack import WidenedStack
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting, rounded
 from depthdecay.cpu.supported_models import Form, OtherForm, form_of, hooked
-from depthdecay.cpu.widened_stack import WidenedStack
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack, primary_device
 from depthdecay.model.repairs import Repairs

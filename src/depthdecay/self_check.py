@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from depthdecay.arguments import whole_number
+from depthdecay.argument_checks import whole_number
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
-from depthdecay.internals import forward_hooks
+from depthdecay.library_internals import forward_hooks
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import LoadedModel, as_loaded
 from depthdecay.plan.plan import Plan

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.calibration.choice import Shape
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings
 from depthdecay.calibration.goal import CONFIDENCE, Goal, upper_bound
+from depthdecay.calibration.size_and_shape import Shape
 from depthdecay.model.costs import Costs
 from depthdecay.model.repairs import REPAIRS_FILE, Repairs
 from depthdecay.plan.file import PLAN_FILE
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibration import Calibration
+    from depthdecay.calibration.run import Calibration
 
 
 @dataclass

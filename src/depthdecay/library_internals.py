@@ -1,8 +1,8 @@
 """The one module that touches private names of torch, inductor and transformers (and one of lm-eval's).
 
 Any release may drop one. So each is looked up when it is used, a missing one is an error that names it, and
-`tests/test_internals.py` holds each to what we need of it. None is optional: transformers 5.17 to 5.22 and torch 2.11
-to 2.13 have them all. vLLM's are in `integrations/vllm/`, which runs with one version only.
+`tests/test_library_internals.py` holds each to what we need of it. None is optional: transformers 5.17 to 5.22 and
+torch 2.11 to 2.13 have them all. vLLM's are in `integrations/vllm/`, which runs with one version only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.modeling_utils import AttentionInterface
 
-from depthdecay import internals
+from depthdecay import library_internals as internals
 from depthdecay.errors import DepthDecayError, MissingNameError
 
 SOURCE = Path(internals.__file__).parent

@@ -10,7 +10,7 @@ from depthdecay.calibration.fit import FitSettings
 from depthdecay.errors import DepthDecayError
 
 if TYPE_CHECKING:
-    from depthdecay.calibration.calibration import Calibration
+    from depthdecay.calibration.run import Calibration
 
 _AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
 

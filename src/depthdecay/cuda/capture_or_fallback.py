@@ -16,7 +16,7 @@ import torch
 
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.errors import NotCapturable, one_line
-from depthdecay.internals import clear_cublas_workspaces
+from depthdecay.library_internals import clear_cublas_workspaces
 
 # Of the logits' length: what rounding explains. A layer that used its index for more than the cache is far beyond.
 _ROUNDING = {torch.float32: 1e-2}

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.plan.peer_rules import PEER_RULES, plan_for_budget
+from depthdecay.plan.baselines import PEER_RULES, plan_for_budget
 from depthdecay.plan.plan import Plan
 
 SCORES = [0.5, 0.1, 0.2, 0.4] * 7

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from depthdecay.arguments import Number, exact_decimal, whole_number
+from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import MAX_LAYERS

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from depthdecay.calibration.calibrated import Calibrated, with_figures
-from depthdecay.calibration.choice import Shape, choose, choose_shape
 from depthdecay.calibration.drafter import make_drafter
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.influence import block_influence, unrepaired_share
+from depthdecay.calibration.kept_answers import RecordedTexts, Say
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
-from depthdecay.calibration.texts import RecordedTexts, Say
+from depthdecay.calibration.size_and_shape import Shape, choose, choose_shape
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import depthdecay as dd
 from depthdecay import Plan
-from depthdecay import correctness as check_module
+from depthdecay import self_check as check_module
 from depthdecay.cli import app
-from depthdecay.correctness import CheckRow, check_model, default_plan, model_state, state_differences
 from depthdecay.errors import DepthDecayError
+from depthdecay.self_check import CheckRow, check_model, default_plan, model_state, state_differences
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])
