@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -18,10 +20,20 @@ import torch
 
 import depthdecay
 from depthdecay import Engine, Plan
-from depthdecay.batching.batcher import Batcher, BatchSettings
-from depthdecay.bench.model_shapes import random_model
-from depthdecay.engine.request import UNENDING, prepare_request
-from depthdecay.model.devices import choose_device, choose_dtype
+
+
+def found(name: str, *modules: str) -> Any:
+    """A name of the package from where this tree has it: before 0.2.0, modules lay side by side."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(f"depthdecay.{module}"), name)
+    raise ImportError(f"this tree has no {name} in {' or '.join(modules)}")
+
+
+Batcher, BatchSettings = (found(name, "batching.batcher", "batching") for name in ("Batcher", "BatchSettings"))
+random_model = found("random_model", "bench.model_shapes", "bench")
+UNENDING, prepare_request = (found(name, "engine.request", "request") for name in ("UNENDING", "prepare_request"))
+choose_device, choose_dtype = (found(name, "model.devices", "devices") for name in ("choose_device", "choose_dtype"))
 
 Row = dict[str, Any]
 PLAIN_GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "stop": []}
