@@ -185,7 +185,7 @@ def test_what_our_kernels_do_not_fit_says_so(architecture: str) -> None:
 
 
 def test_layers_that_run_as_they_are_say_so() -> None:
-    engine = dd.Engine(model_of("llama", torch.bfloat16))
+    engine = dd.Engine(model_of("llama", torch.bfloat16), compile=False)
     with pytest.warns(UserWarning, match="may differ from full depth's at near-ties"):
         result = engine.generate(PROMPTS[:1], 8, mode="lossless", eos_token_id=None)[0]
     assert result.exact is False
