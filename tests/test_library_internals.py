@@ -327,12 +327,12 @@ class TestThereIsNoOtherPlace:
         trees = {
             str(file.relative_to(SOURCE)): ast.parse(file.read_text())
             for file in sorted(SOURCE.rglob("*.py"))
-            if file.name != "internals.py" and file.parent.name != "vllm"
+            if file.name != "library_internals.py" and file.parent.name != "vllm"
         }
         ours = {"_exit", *(name for tree in trees.values() for name in _defined(tree))}  # os._exit is documented
         used = {file: sorted(set(_private_names(tree)) - ours) for file, tree in trees.items()}
         strangers = {file: names for file, names in used.items() if names}
-        assert not strangers, f"private names of other libraries belong into internals.py: {strangers}"
+        assert not strangers, f"private names of other libraries belong into library_internals.py: {strangers}"
 
     @pytest.mark.parametrize(
         "text",

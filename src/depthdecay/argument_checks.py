@@ -1,8 +1,9 @@
-"""Numbers that callers may give, checked: whole numbers within bounds, decimals as they were typed."""
+"""What callers may give, checked: whole numbers within bounds, decimals as they were typed, one value of several."""
 
 from __future__ import annotations
 
 import decimal
+import ipaddress
 import operator
 import reprlib
 from decimal import Decimal
@@ -51,3 +52,11 @@ def one_of(**given: Any) -> str | None:
     if len(names) > 1:
         raise ArgumentError(f"{' and '.join(names)} were given together; each decides the same, so use one", *names)
     return names[0] if names else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine and nobody else's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -287,7 +287,7 @@ def test_exact_decimal_keeps_all_digits():
 def test_pure_modules_do_not_import_torch():
     code = (
         "import sys\n"
-        "from depthdecay.plan import ladder, peer_rules, plan, schedule\n"
+        "from depthdecay.plan import baselines, ladder, plan, schedule\n"
         "sys.exit(', '.join({'torch', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from depthdecay.argument_checks import whole_number
+from depthdecay.argument_checks import is_loopback, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError, one_line
-from depthdecay.serve.hosts import is_loopback
 
 MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 1024

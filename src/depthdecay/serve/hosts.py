@@ -6,10 +6,10 @@ as if it were its own (DNS rebinding). The browser still sends that name in the 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.argument_checks import is_loopback
+from depthdecay.errors import ArgumentError
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -27,7 +27,9 @@ def allowed_hosts(bound_to: str, given: Sequence[str]) -> frozenset[str] | None:
 def _given_name(given: str) -> str:
     name = host_name(given)
     if not name or "/" in given:
-        raise DepthDecayError(f"--allowed-host is '{given}'; expected a host's name, such as models.example.org")
+        raise ArgumentError(
+            f"allowed_host is '{given}'; expected a host's name, such as models.example.org", "allowed_host"
+        )
     return name
 
 
@@ -38,10 +40,3 @@ def host_name(header: str) -> str:
         return header[1:].partition("]")[0]
     name = header if header.count(":") > 1 else header.partition(":")[0]  # an IPv6 address as operators write it
     return name.removesuffix(".")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
