@@ -164,26 +164,50 @@ def test_small_requests_pass_one_that_does_not_fit_yet() -> None:
     assert_nothing_left(batcher)
 
 
-def test_a_large_request_is_passed_so_often_and_is_next_then() -> None:
+def entries_until(batcher: Batcher, last: int, tokens: int) -> tuple[list[int], list[int]]:
+    """Who enters, in order, and the small requests of so many tokens that never stop coming meanwhile."""
+    entered: list[int] = []
+    small: list[int] = []
+    while last not in entered:
+        if len(batcher.waiting) < 6:
+            small.append(submit(batcher, [5], tokens))  # there is always one that would fit
+        before = {row.id for row in batcher.waiting}
+        batcher.step()
+        entered += sorted(before - {row.id for row in batcher.waiting})
+    list(run_dry(batcher))
+    assert_nothing_left(batcher)
+    return entered, small
+
+
+def test_a_large_request_is_delayed_so_often_and_is_next_then() -> None:
     batcher = batcher_with_blocks(10)
     submit(batcher, [7] * 2, 8)
     batcher.step()
     large, other = submit(batcher, [8] * 150, 2), submit(batcher, [9] * 150, 2)
-    entered: list[int] = []
-    small: list[int] = []
-    while other not in entered:
-        if len(batcher.waiting) < 6:
-            small.append(submit(batcher, [5], 3))  # there is always one that would fit
-        before = {row.id for row in batcher.waiting}
+    entered, small = entries_until(batcher, other, tokens=12)  # longer than what runs has left
+    # Four rows are a batch; who was passed with it is not passed again.
+    assert entered[:6] == [*small[:4], large, other]
+
+
+def test_those_that_leave_in_time_pass_a_large_request_without_delaying_it() -> None:
+    def steps_until_it_enters(others: bool) -> int:
+        batcher = batcher_with_blocks(10)
+        submit(batcher, [7] * 2, 40)
         batcher.step()
-        entered += sorted(before - {row.id for row in batcher.waiting})
-    assert entered[:6] == [
-        *small[:4],
-        large,
-        other,
-    ]  # four rows are a batch; who was passed with it is not passed again
-    list(run_dry(batcher))
-    assert_nothing_left(batcher)
+        large = submit(batcher, [8] * 150, 2)
+        passed = 0
+        for step in range(60):
+            if others:
+                submit(batcher, [5], 3)
+                passed += 1
+            batcher.step()
+            if large not in {row.id for row in batcher.waiting}:
+                assert passed > 4 or not others  # more than a batch has rows
+                list(run_dry(batcher))
+                return step
+        raise AssertionError("it never entered")
+
+    assert steps_until_it_enters(others=True) <= steps_until_it_enters(others=False) + 3
 
 
 def test_one_that_does_not_fit_ends_no_wait_for_company() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from depthdecay.batching.row import BatchRow
@@ -24,49 +24,59 @@ class CohortPace:
 class Admission:
     """The waiting line of one batch."""
 
-    def __init__(self, blocks: KVBlocks, max_batch: int, cohort_seconds: float) -> None:
+    def __init__(self, blocks: KVBlocks, max_batch: int, cohort_seconds: float, prefill_tokens: int) -> None:
         """`cohort_seconds`: the longest that a request waits for others of its age."""
         self.blocks = blocks
         self.max_batch = max_batch
         self.cohort_seconds = cohort_seconds
+        self.prefill_tokens = prefill_tokens
         self.waiting: deque[BatchRow] = deque()
         self.pace = CohortPace()
 
     def admit(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> list[BatchRow]:
         """First come, first served, but for those that fit while one before them does not.
 
-        One that is too big for now is overtaken by as many as a batch has rows. Then it is next, whatever comes: nobody
-        enters until enough rows have left for it.
+        Whoever will have left by the time that the big one could enter does not delay it, and may always pass. Others
+        pass it at most as often as a batch has rows: then it is next, whatever comes.
         """
         if self._waits_for_cohort(running, clock):
             return []
         entered: list[BatchRow] = []
-        too_big: list[BatchRow] = []
-        for row in list(self.waiting):
-            if not self._may_overtake(too_big):
-                break
+        for row, delayed in self._that_may_enter(running):
             if not self.blocks.can_hold(row.most_blocks):
-                too_big.append(row)
-                continue
+                continue  # one before it has taken the room
             self.waiting.remove(row)
             row.slot = self.blocks.enter(row.most_blocks)
             entered.append(row)
-            for other in too_big:
-                other.overtaken += 1
+            for big in delayed:
+                big.overtaken += 1
         return entered
 
-    def _may_overtake(self, too_big: Sequence[BatchRow]) -> bool:
-        return bool(self.blocks.free_slots) and all(row.overtaken < self.max_batch for row in too_big)
+    def _that_may_enter(self, running: Sequence[BatchRow]) -> Iterator[tuple[BatchRow, list[BatchRow]]]:
+        """Those that wait and would fit, each by itself, with those before them that it might delay."""
+        too_big: list[tuple[BatchRow, int]] = []  # with the steps until it fits
+        for row in list(self.waiting):
+            if not self.blocks.free_slots:
+                return
+            if not self.blocks.can_hold(row.most_blocks):
+                too_big.append((row, self._steps_until_it_fits(row, running)))
+                continue
+            delayed = [big for big, steps in too_big if self._steps_left(row) > steps]
+            if all(big.overtaken < self.max_batch for big in delayed):
+                yield row, delayed
 
-    def _could_enter(self) -> list[BatchRow]:
-        """Those that wait and would fit, each by itself."""
-        found: list[BatchRow] = []
-        too_big: list[BatchRow] = []
-        for row in self.waiting:
-            if not self._may_overtake(too_big):
-                break
-            (found if self.blocks.can_hold(row.most_blocks) else too_big).append(row)
-        return found
+    def _steps_left(self, row: BatchRow) -> int:
+        """At most: a prompt is read at half a step's budget or faster, and every other step gives a token or more."""
+        return -(-2 * row.unread // self.prefill_tokens) + row.new_tokens - row.index
+
+    def _steps_until_it_fits(self, big: BatchRow, running: Sequence[BatchRow]) -> int:
+        """At most, if nobody enters: rows leave one after the other, and what was promised to them is free."""
+        free = [store.blocks - store.promised for store in self.blocks.stores]
+        for row in sorted(running, key=self._steps_left):
+            free = [kind + own for kind, own in zip(free, self.blocks.promises[row.slot], strict=True)]
+            if all(need <= kind for need, kind in zip(big.most_blocks, free, strict=True)):
+                return self._steps_left(row)
+        return 0
 
     def _waits_for_cohort(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> bool:
         """Whether new rows should wait for others of their age.
@@ -77,7 +87,7 @@ class Admission:
         """
         if not running or not self.waiting or not self.pace.step:
             return False
-        waiting, room = self._could_enter(), self.max_batch - len(running)
+        waiting, room = [row for row, _ in self._that_may_enter(running)], self.max_batch - len(running)
         if not waiting or len(waiting) >= room or clock() - waiting[0].submitted >= self.cohort_seconds:
             return False
         idle = self.blocks.layers - max(row.depth for row in running)

@@ -118,7 +118,8 @@ class Batcher:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
         self.intake = Intake(engine, self.blocks, self.repairs, self.drafting, self.max_positions)
-        self.admission = Admission(self.blocks, self.settings.max_batch, self.settings.cohort_seconds)
+        settings = self.settings
+        self.admission = Admission(self.blocks, settings.max_batch, settings.cohort_seconds, settings.prefill_tokens)
         self.waiting = self.admission.waiting
         self.pace = self.admission.pace
         self.rows: list[BatchRow] = []
