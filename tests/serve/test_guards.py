@@ -67,7 +67,7 @@ def test_which_names_a_server_has() -> None:
     assert allowed_hosts("127.0.0.1", ["*"]) is None
     assert host_name("[::1]:80") == host_name("::1") == "::1"
     for wrong in ("", "http://a.example/"):
-        with pytest.raises(DepthDecayError, match="--allowed-host"):
+        with pytest.raises(DepthDecayError, match="allowed_host"):
             allowed_hosts("127.0.0.1", [wrong])
 
 

@@ -44,7 +44,7 @@ def serve(
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
     max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
     prefill_tokens: Annotated[
-        int | None, _limit(help="Prompt tokens read between two steps; else 128, on CUDA 1024.")
+        int | None, _limit(help="Prompt tokens read between two steps; else 64, on CUDA 1024.")
     ] = None,
     cohort_ms: Annotated[float, _limit(help="The longest wait for requests of the same age; 0: never wait.")] = 20.0,
     cache_gb: Annotated[
@@ -97,7 +97,7 @@ def serve(
 
     settings = BatchSettings(
         max_batch=max_batch,
-        prefill_tokens=prefill_tokens or (1024 if engine.device.type == "cuda" else 128),
+        prefill_tokens=prefill_tokens or (1024 if engine.device.type == "cuda" else 64),
         cohort_seconds=cohort_ms / 1000,
         cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
         max_positions=max_positions,
