@@ -52,7 +52,7 @@ class ControlTokens:
     def _becomes_control(self, text: str) -> bool:
         if not self.reads_normalized or self.tokenizer is None:
             return False
-        found = set(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        found = set(_encoded(self.tokenizer, text).ids)
         return bool(found & self.ids - {self.unknown})
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], render: Callable[[list[Any]], str]) -> list[int]:
@@ -69,7 +69,7 @@ class ControlTokens:
             own += 1
             return _SPELLING + text
 
-        ids = self._copy.encode(re.sub(f"{mark}?(?:{self.pattern})|{mark}", respelled, chat), add_special_tokens=False)
+        ids = _encoded(self._copy, re.sub(f"{mark}?(?:{self.pattern})|{mark}", respelled, chat))
         control = [number for number in ids.ids if number in self._from_copy]
         forged = (set(ids.ids) - self._from_copy.keys()) & self.ids - {self.unknown}
         if forged or sum(self._from_copy[number] in self.ids for number in control) != own:
@@ -148,3 +148,8 @@ def _marked(value: Any, spelled: re.Pattern[str], mark: str) -> Any:
 def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
     used = set("".join(_strings(messages)))
     return next(chr(number) for number in _PRIVATE if chr(number) not in used and chr(number) not in _SPELLING)
+
+
+def _encoded(tokenizer: Any, text: str) -> Any:
+    """As a batch of one: `encode` holds the interpreter's lock, and long texts would stop every other thread."""
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]

@@ -31,7 +31,10 @@ class Depths:
         if asked.alpha is not None:
             return "decay", self.at_alpha(asked.alpha)
         if asked.speedup is not None:
-            return "decay", self.at_speedup(asked.speedup, asked.over_tokens or max_tokens or DEFAULT_OVER)
+            # A calibrated plan's speed-ups mean the length that it was calibrated for, as in the library.
+            calibrated_for = self.base.notes.get("over_tokens")
+            over = asked.over_tokens or calibrated_for or max_tokens or DEFAULT_OVER
+            return "decay", self.at_speedup(asked.speedup, over)
         mode = asked.mode or self.engine.step_mode
         if mode == "decay" and self.engine.plan is None:
             raise DepthDecayError("mode decay needs alpha or speedup here, since the server was started without a plan")
