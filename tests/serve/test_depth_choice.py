@@ -9,10 +9,10 @@ from tiny_models import LAYERS, tiny_model
 
 pytest.importorskip("pydantic")
 
-from depthdecay import Engine, Plan  # noqa: E402
-from depthdecay.engine.plan_choice import DepthSettings  # noqa: E402
-from depthdecay.serve.depth_choice import Depths  # noqa: E402
-from depthdecay.serve.schema import DepthRequest  # noqa: E402
+from depthdecay import Engine, Plan
+from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.serve.depth_choice import Depths
+from depthdecay.serve.schema import DepthRequest
 
 
 @pytest.mark.parametrize("max_tokens", [2, 24, None])
