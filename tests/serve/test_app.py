@@ -37,7 +37,6 @@ from serving import (  # noqa: E402
     post,
     running,
     slowed,
-    tiny_engine,
     until,
 )
 from tiny_models import LAYERS  # noqa: E402
@@ -55,11 +54,6 @@ from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
 from depthdecay.speculative.expected_gain import TrackRecord  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, prefill_tokens=16, cohort_seconds=0.005)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

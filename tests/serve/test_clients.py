@@ -9,18 +9,13 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from serving import Running, running, tiny_engine
+from serving import Running, running
 
 from depthdecay import Engine
 from depthdecay.batching.batcher import BatchSettings
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "abc"}]
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
-from serving import PATIENCE, Running, long_ask, post, running, slowed, tiny_engine, until  # noqa: E402
+from serving import PATIENCE, Running, long_ask, post, running, slowed, until  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine  # noqa: E402
 from depthdecay.batching.batcher import BatchSettings  # noqa: E402
@@ -26,11 +26,6 @@ from depthdecay.serve.server import bind, most_connections  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, cohort_seconds=0)
 IMPATIENT = ConnectionLimits(client_seconds=0.3)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

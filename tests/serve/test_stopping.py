@@ -21,7 +21,6 @@ from serving import (  # noqa: E402
     post,
     running,
     slowed,
-    tiny_engine,
     until,
 )
 
@@ -30,11 +29,6 @@ from depthdecay.batching.batcher import BatchSettings  # noqa: E402
 from depthdecay.serve import tokenizing  # noqa: E402
 
 BATCH = BatchSettings(max_batch=8, cohort_seconds=0)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(tmp_path_factory.mktemp("model"))
 
 
 def end(server: Running) -> None:
