@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,6 +34,7 @@ from serving import (  # noqa: E402
     long_ask,
     post,
     running,
+    served,
     slowed,
     until,
 )
@@ -759,46 +758,27 @@ def test_clients_that_hang_up_under_load_leave_nothing_behind(engine: Engine) ->
 
 
 def test_sigterm_under_load_truncates_no_accepted_answer(tmp_path: Path) -> None:
-    folder = save_tiny_chat_model(tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "depthdecay", "serve", "--model", folder, "--alpha", "0.99", "--port", str(port)]
-    command += ["--device", "cpu", "--max-batch", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
     begun = [threading.Event() for _ in range(8)]
+    folder = save_tiny_chat_model(tmp_path / "model")
+    with served(folder, "--alpha", "0.99", "--max-batch", "4") as (url, process), ThreadPoolExecutor(8) as pool:
 
-    def go(number: int) -> list[str]:
-        with httpx.stream("POST", f"{url}/v1/completions", json=long_ask(seed=number), timeout=PATIENCE) as response:
-            assert response.status_code == 200
-            begun[number].set()
-            return [line for line in response.iter_lines() if line]
+        def go(number: int) -> list[str]:
+            ask = long_ask(seed=number)
+            with httpx.stream("POST", f"{url}/v1/completions", json=ask, timeout=PATIENCE) as response:
+                assert response.status_code == 200
+                begun[number].set()
+                return [line for line in response.iter_lines() if line]
 
-    def is_ready() -> bool:
-        try:
-            return bool(httpx.get(f"{url}/health").status_code == 200)
-        except httpx.TransportError:
-            assert process.poll() is None
-            return False
-
-    try:
-        until(is_ready, "the server")
-        with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(go, number) for number in range(8)]
-            for event in begun:
-                assert event.wait(PATIENCE)
-            process.send_signal(signal.SIGTERM)
-            for answer in answers:
-                assert answer.result()[-1] == "data: [DONE]"
+        answers = [pool.submit(go, number) for number in range(8)]
+        for event in begun:
+            assert event.wait(PATIENCE)
+        process.send_signal(signal.SIGTERM)
+        for answer in answers:
+            assert answer.result()[-1] == "data: [DONE]"
         _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, log
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/health")
-    finally:
-        process.kill()
-        process.wait()
 
 
 # The command.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,8 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
-from serving import PATIENCE, Running, long_ask, post, running, slowed, until  # noqa: E402
+from saved_model import save_tiny_chat_model  # noqa: E402
+from serving import PATIENCE, Running, long_ask, post, running, served, slowed, until  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine  # noqa: E402
 from depthdecay.batching.batcher import BatchSettings  # noqa: E402
@@ -221,3 +224,21 @@ def test_what_libraries_say_is_json_too(tmp_path: Path, monkeypatch: pytest.Monk
     lines = told.getvalue().splitlines()
     assert len(lines) == 10
     assert all(json.loads(line)["level"] == "error" for line in lines)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no such limit")
+def test_more_connections_than_descriptors_neither_shut_others_out_nor_fill_the_log(tmp_path: Path) -> None:
+    folder = save_tiny_chat_model(tmp_path / "model")
+    with served(folder, most_files=192) as (url, process), contextlib.ExitStack() as idle:
+        port = int(url.rpartition(":")[2])
+        for _ in range(400):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        idle.close()
+        _, log = process.communicate(timeout=PATIENCE)
+    assert "Too many open files" not in log
+    told = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert told
+    assert "Traceback" not in log
+    assert len(log) < 2**17

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -113,3 +117,31 @@ def slowed(server: Running) -> threading.Event:
 
 def long_ask(**changes: Any) -> dict[str, Any]:
     return {"prompt": "abc", "max_tokens": 250, "stream": True, "temperature": 1, "seed": 1, **changes}
+
+
+@contextlib.contextmanager
+def served(folder: str, *options: str, most_files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`depthdecay serve` in a process of its own, ready for requests: its address, and the process with its log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "depthdecay", "serve", "--model", folder, "--device", "cpu", "--port", str(port)]
+    if most_files is not None:
+        command = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return bool(httpx.get(f"{url}/health").status_code == 200)
+        except httpx.TransportError:
+            assert process.poll() is None
+            return False
+
+    try:
+        until(is_ready, "the server")
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
