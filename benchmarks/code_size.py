@@ -31,12 +31,18 @@ if way.startswith("cuda"):
     if not torch.cuda.is_available():
         sys.exit(3)
     model = model.cuda()
-from depthdecay.engine import Engine
-from depthdecay.request import prepare_request
+from depthdecay import Engine
+try:
+    from depthdecay.engine.request import prepare_request
+except ImportError:  # before 0.2.0 modules lay side by side
+    from depthdecay.request import prepare_request
 engine = Engine(model, fast=False if way.startswith("eager") else None)
-request = prepare_request(engine, [[5, 6, 7]] if way != "server" else [[5, 6, 7], [8, 9]], 12, {})
+request = prepare_request(engine, [[5, 6, 7]] if way != "server" else [[5, 6, 7], [8, 9]], 12, {"eos_token_id": -1})
 if way == "server":
-    from depthdecay.batching import Batcher, BatchSettings
+    try:
+        from depthdecay.batching.batcher import Batcher, BatchSettings
+    except ImportError:
+        from depthdecay.batching import Batcher, BatchSettings
     batcher = Batcher(engine, BatchSettings(max_batch=2))
     batcher.submit(request)
     steps = iter(batcher.step, [])

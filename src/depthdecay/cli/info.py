@@ -173,7 +173,7 @@ def print_facts(facts: dict[str, Any]) -> None:
         "device": facts["device"],
         "passes": passes_words(facts["passes"]),
         "chat template": "yes" if facts["chat_template"] else "no",
-        "default mode": "full depth",
+        "default mode": "lossless: the full model's own answer, drafted where that pays",
         "default ladder": (
             f"middle-out: core {layer_words(ladder['core'])}, first dropped {layer_words(ladder['drop_order'][:4])} …"
             if ladder
