@@ -10,7 +10,10 @@ VENV_NEWEST ?= .venv-newest
 # Other people's clients over what is in $(VENV): they bring some thirty packages along.
 VENV_CLIENTS ?= .venv-clients
 # The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
-NEWEST_TESTS := tests/test_library_internals.py tests/test_self_check.py tests/engine tests/model tests/plan/test_identity.py tests/integrations/transformers
+NEWEST_TESTS := $(patsubst %,tests/%.py,test_library_internals test_self_check plan/test_identity \
+  $(patsubst %,engine/test_%,engine request sampling streamers) \
+  $(patsubst %,model/test_%,layers load grouped_attention control_tokens) \
+  $(patsubst %,integrations/transformers/test_%,applied assistant))
 
 BIN := $(VENV)/bin
 VLLM_STAMP := $(VENV_VLLM)/.setup-done
