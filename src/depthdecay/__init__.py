@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from depthdecay.bench.decoding import benchmark as benchmark
     from depthdecay.calibration.calibrate import calibrate as calibrate
     from depthdecay.engine.engine import Engine as Engine
-    from depthdecay.engine.engine import Result as Result
+    from depthdecay.engine.result import Result as Result
     from depthdecay.errors import DepthDecayError as DepthDecayError
     from depthdecay.evaluation.evaluate import evaluate as evaluate
     from depthdecay.integrations.transformers.applied import applied as applied

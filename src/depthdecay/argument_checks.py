@@ -46,12 +46,11 @@ def exact_decimal(name: str, value: object) -> Decimal:
     return decimal.Context(prec=MAX_DECIMAL_PLACES).normalize(number)
 
 
-def one_of(**given: Any) -> str | None:
-    """The name of the one value that was given; each decides the same thing, so two are refused."""
+def at_most_one(**given: Any) -> None:
+    """Refuse two values that each decide the same thing."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ArgumentError(f"{' and '.join(names)} were given together; each decides the same, so use one", *names)
-    return names[0] if names else None
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,8 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
 from depthdecay.library_internals import forward_hooks
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.load import as_loaded
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 
 NEW_TOKENS = 24

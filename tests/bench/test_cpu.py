@@ -15,7 +15,7 @@ import depthdecay as dd
 from depthdecay.bench import cpu as bench_cpu
 from depthdecay.bench.cpu import benchmark_precisions, run_cpu_bench
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 
 
 def load(dtype: str) -> LoadedModel:

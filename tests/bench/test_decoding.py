@@ -20,7 +20,7 @@ from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.result_files import write_result
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from tiny_models import LAYERS, tiny_model
 
 from depthdecay.bench.step_costs import ACCEPTED, VERIFIED, benchmark_step_costs
 from depthdecay.errors import DepthDecayError
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 
 
 def test_passes_of_a_loaded_model_are_timed_in_full_depth_steps() -> None:

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import depthdecay as dd
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.engine.engine import Engine, Result
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.result import Result
 from depthdecay.errors import DepthDecayError
 from depthdecay.evaluation import evaluate as module
 from depthdecay.evaluation.answers import (
@@ -37,7 +38,8 @@ from depthdecay.evaluation.report import EvaluationReport, compare, executed_cos
 from depthdecay.evaluation.task import Example, Score, Task, TaskOptions
 from depthdecay.evaluation.work_file import WorkFile
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel, load
+from depthdecay.model.load import load
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import prompt_ids
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs, reached_depths
 from depthdecay.plan.ladder import runs_of

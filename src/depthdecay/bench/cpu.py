@@ -22,7 +22,9 @@ from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import EMBEDDED_MODEL, LoadedModel, load
+from depthdecay.model.load import load
+from depthdecay.model.loaded_model import LoadedModel
+from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
 from depthdecay.result_files import require_writable, write_result
 

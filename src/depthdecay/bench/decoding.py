@@ -27,7 +27,7 @@ from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 from depthdecay.result_files import require_writable, write_result
 
@@ -85,7 +85,7 @@ def depth_to_measure(asked: Plan | DepthSettings | str | os.PathLike[str] | None
         depth = DepthSettings(speedup=USUAL_SPEEDUP)
     if depth.speedup is not None and depth.over_tokens is None:
         depth = replace(depth, over_tokens=new_tokens)
-    return replace(depth, plan=depth.stored())
+    return depth.read()
 
 
 def plan_to_measure(depth: DepthSettings, loaded: LoadedModel) -> Plan:

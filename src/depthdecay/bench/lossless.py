@@ -18,7 +18,8 @@ from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError, failure
-from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.load import as_loaded
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of, shipped_plan

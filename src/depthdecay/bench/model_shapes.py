@@ -9,7 +9,9 @@ import torch
 
 from depthdecay.errors import ArgumentError
 from depthdecay.model.devices import choose_device, choose_dtype
-from depthdecay.model.load import EMBEDDED_MODEL, LoadedModel, as_loaded
+from depthdecay.model.load import as_loaded
+from depthdecay.model.loaded_model import LoadedModel
+from depthdecay.plan.file import EMBEDDED_MODEL
 
 _SIZES = (
     *("model_type", "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"),

@@ -17,7 +17,7 @@ from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.errors import DepthDecayError, NotCapturable
 from depthdecay.model.devices import synchronize
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 from depthdecay.result_files import require_writable, write_result
 from depthdecay.runners.contract import Ask, Part

@@ -21,7 +21,8 @@ from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import make_folder, read_bytes
-from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.load import as_loaded
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import LOSSLESS_FOLDER
 from depthdecay.prompt_files import Prompts, prompts_for

@@ -20,7 +20,8 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from depthdecay.engine.engine import Engine, Result
+    from depthdecay.engine.engine import Engine
+    from depthdecay.engine.result import Result
 
 QUESTION = "Why is the sky blue?"
 # Found by reading its answers: at 1.15 over 128 tokens the embedded model repeats itself, at 1.25 it falls apart.

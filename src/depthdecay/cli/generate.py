@@ -15,7 +15,8 @@ from depthdecay.errors import DepthDecayError
 from depthdecay.files import read_bytes
 
 if TYPE_CHECKING:
-    from depthdecay.engine.engine import Engine, Piece, Result, Stream
+    from depthdecay.engine.engine import Engine
+    from depthdecay.engine.result import Piece, Result, Stream
     from depthdecay.plan.plan import Plan
 
 

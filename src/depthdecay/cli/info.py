@@ -16,7 +16,7 @@ from depthdecay.plan.ladder import Ladder
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
-    from depthdecay.model.load import LoadedModel
+    from depthdecay.model.loaded_model import LoadedModel
     from depthdecay.plan.plan import Plan
 
 PROMPT_TOKENS = 32  # for the cache figures: what `bench` takes as well

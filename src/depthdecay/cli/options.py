@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from depthdecay.argument_checks import whole_number
+from depthdecay.cli.process import no_collection, settle
 from depthdecay.cli.show import working
 from depthdecay.engine.plan_choice import DEFAULT_OVER, DepthSettings, require_mode
 from depthdecay.errors import DepthDecayError
@@ -22,7 +21,7 @@ from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
-    from depthdecay.model.load import LoadedModel
+    from depthdecay.model.loaded_model import LoadedModel
 
 DEFAULT_MODEL = EMBEDDED_MODEL
 MOST_THREADS = 1024
@@ -127,9 +126,8 @@ class PlanOptions:
         return self.settings().given
 
     def read(self, new_tokens: int | None = None) -> DepthSettings:
-        """The settings with the plan file read, so that a bad one is refused before a model is loaded."""
-        settings = self.settings(new_tokens)
-        return replace(settings, plan=settings.stored())
+        """By the library's names, with the plan file read."""
+        return self.settings(new_tokens).read()
 
     def load(self) -> Plan | None:
         """The plan file, where one was given."""
@@ -163,22 +161,18 @@ class ModelOptions:
     def load(self, quiet: bool = False) -> LoadedModel:
         # The Hub shows bars of its own while it downloads, which a spinner would tear.
         is_local = self.model == DEFAULT_MODEL or expanded(self.model).exists()
-        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say, no_collection():
-            from transformers.utils import logging
+        with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
+            settle(self.threads)
+            with no_collection():
+                from depthdecay.model.load import load
 
-            from depthdecay.cpu.threads import set_threads
-            from depthdecay.model.load import load
-
-            if self.threads is not None:
-                set_threads(self.threads)
-            logging.set_verbosity_error()  # advice to programmers, which this program follows or cannot
-            return load(
-                self.model,
-                device=self.device,
-                dtype=self.dtype,
-                trust_remote_code=self.trust_remote_code,
-                progress=say,
-            )
+                return load(
+                    self.model,
+                    device=self.device,
+                    dtype=self.dtype,
+                    trust_remote_code=self.trust_remote_code,
+                    progress=say,
+                )
 
     def engine(self, loaded: LoadedModel, plan: Plan | DepthSettings | None, **settings: Any) -> Engine:
         from depthdecay.engine.engine import Engine
@@ -209,17 +203,6 @@ class AnswerOptions:
     min_p: Annotated[float | None, _text()] = None
     repetition_penalty: Annotated[float | None, _text()] = None
     stop: Annotated[list[str] | None, _text(help="End before this text; repeatable.")] = None
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def open_engine(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from depthdecay.cli.options import no_collection
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def settle(threads: int | None = None) -> None:
@@ -15,3 +17,14 @@ def settle(threads: int | None = None) -> None:
     if threads is not None:
         set_threads(threads)
     logging.set_verbosity_error()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from depthdecay.engine.engine import Piece, Result
+    from depthdecay.engine.result import Piece, Result
 
 # Full depth first. Of middling brightness, so that they read on dark and on light backgrounds.
 _GRADIENT = ((59, 130, 246), (20, 160, 140), (202, 138, 4), (220, 80, 40))

@@ -60,7 +60,8 @@ def _given(words: list[str], *options: str) -> bool:
 
 def model_folder(model: str) -> str:
     """Where vLLM finds the weights: a GGUF file and the embedded model are converted, as for our own engine."""
-    from depthdecay.model.load import EMBEDDED_MODEL, embedded_file
+    from depthdecay.model.load import embedded_file
+    from depthdecay.plan.file import EMBEDDED_MODEL
 
     path = embedded_file() if model == EMBEDDED_MODEL else expanded(model)
     if path.suffix == ".gguf" and path.is_file():

@@ -139,8 +139,7 @@ class Engine:
         """
         from depthdecay.model.load import load
 
-        depth = DepthSettings(plan, alpha, speedup, over_tokens, warmup_tokens)
-        depth = replace(depth, plan=depth.stored())  # refused before the model is loaded
+        depth = DepthSettings(plan, alpha, speedup, over_tokens, warmup_tokens).read()
         require_mode(settings.get("mode"))
         loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
         return cls(loaded, plan=depth, progress=progress, **settings)

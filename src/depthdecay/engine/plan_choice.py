@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from depthdecay.argument_checks import Number, exact_decimal, one_of, whole_number
+from depthdecay.argument_checks import Number, at_most_one, exact_decimal, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import exact_alpha
@@ -44,7 +44,7 @@ class DepthSettings:
 
     def __post_init__(self) -> None:
         if self.alpha is not None:
-            one_of(plan=self.plan, alpha=self.alpha, speedup=self.speedup)
+            at_most_one(plan=self.plan, alpha=self.alpha, speedup=self.speedup)
         for name, value in self._shape().items():
             if self.plan is not None and name in _MADE_BY_RULE:
                 raise ArgumentError(
@@ -79,6 +79,10 @@ class DepthSettings:
         """The plan that was given, read where it is a path."""
         return self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.load(self.plan)
 
+    def read(self) -> DepthSettings:
+        """The same with the plan's file read, so that a bad one is refused before a model is loaded."""
+        return replace(self, plan=self.stored())
+
     def choose(self, stack: LayerStack, name: str | None) -> Plan | None:
         """The plan for a model's layers; where nothing was asked for, none.
 
@@ -87,7 +91,7 @@ class DepthSettings:
         stored = self.stored()
         if stored is not None:
             return stored if self.speedup is None else self._rescheduled(stored, stack)
-        made_by_rule = self.alpha is not None or any(name in self._shape() for name in _MADE_BY_RULE)
+        made_by_rule = self.alpha is not None or any(part in self._shape() for part in _MADE_BY_RULE)
         shipped = None if self.speedup is None or made_by_rule or name is None else shipped_plan(name)
         too_fast = ""
         if shipped is not None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from depthdecay.engine.engine import Engine, Result
+from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
+from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError
 from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.model.weights_origin import WeightsOrigin

@@ -28,7 +28,8 @@ from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.files import write_whole
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel, as_loaded
+from depthdecay.model.load import as_loaded
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import prompt_ids
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.identity import identity

@@ -13,7 +13,7 @@ from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import LoadedModel
+from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner

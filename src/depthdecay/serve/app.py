@@ -25,9 +25,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from depthdecay import __version__
+from depthdecay.engine.plan_choice import DEFAULT_OVER
 from depthdecay.engine.request import prepare_request
 from depthdecay.serve.api_errors import ApiError, json_response, shortened
-from depthdecay.serve.depth_choice import DEFAULT_OVER, Depths
+from depthdecay.serve.depth_choice import Depths
 from depthdecay.serve.guards import Guard, Scope
 from depthdecay.serve.metrics import Metrics
 from depthdecay.serve.reading import BodyReader, hung_up

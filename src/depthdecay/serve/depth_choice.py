@@ -6,13 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DEFAULT_OVER
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.speedup import plan_at_speedup
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import PowerSchedule, exact_alpha
 from depthdecay.serve.schema import DepthRequest
-
-DEFAULT_OVER = 256
 
 
 class Depths:

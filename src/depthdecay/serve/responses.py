@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from depthdecay.batching.batcher import Update
-from depthdecay.engine.engine import Result
+from depthdecay.engine.result import Result
 from depthdecay.errors import ContextError, DepthDecayError
 from depthdecay.serve.api_errors import ApiError, dumps
 from depthdecay.serve.token_bytes import token_bytes, token_name

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +53,7 @@ class DepthDecayLM(HFLM):
             raise DepthDecayError(
                 f"the model argument '{unknown[0]}' is not known here; known of lm-eval's are {known}"
             )
-        depth = DepthSettings(plan, alpha, speedup, over)
-        depth = replace(depth, plan=depth.stored())
+        depth = DepthSettings(plan, alpha, speedup, over).read()
         require_mode(mode)
         loaded = load(pretrained, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         self.engine = Engine(loaded, plan=depth, mode=mode, compile=compile, allow_other_weights=allow_other_weights)
