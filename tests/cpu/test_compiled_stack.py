@@ -289,6 +289,7 @@ class TestStore:
         flipped = bytearray(content)
         flipped[-64] ^= 1  # within a matrix: the header stands at the beginning
         for damaged in (b"", content[: len(content) // 2], b"x" * len(content), bytes(flipped)):
+            file.unlink()  # a new file: an engine that is not yet collected may have the old one's weights in use
             file.write_bytes(damaged)
             assert tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1]) == first
             assert file.read_bytes() == content
@@ -331,6 +332,7 @@ class TestLibrary:
         loaded: list[int] = []
         monkeypatch.setattr(library, "Library", lambda file: loaded.append(file.stat().st_size))
         for damaged in (content[: len(content) // 2], content[:-4096] + bytes(4096)):
+            file.unlink()  # a new file: this process has the old one loaded, and cut short it ends in a signal at exit
             file.write_bytes(damaged)
             library.library.__wrapped__()
         assert loaded == [len(content)] * 2
