@@ -1,0 +1,220 @@
+"""Gradient steps for what calibration learns: one loop, bounded by steps and by time, that keeps the best it has seen.
+
+The model stays frozen. What is learned is small, so the text runs out before the parameters do: every so often the
+result is judged on text that no step has seen, and the best of those results is what remains, also when the time is
+up, when the user interrupts, or when a loss is no longer a finite number.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from depthdecay.errors import DepthDecayError
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held at a time
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How far and how fast to go. The rate rises, stays, and falls to nothing over the last share of the way."""
+
+    steps: int
+    seconds: float = math.inf
+    rate: float = 4e-4
+    warmup: float = 0.03  # of the steps
+    cooldown: float = 0.3  # of the steps, or of the time where that ends first
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    judgements: int = 8
+
+
+@dataclass
+class Judged:
+    """One point of the learning curve."""
+
+    step: int
+    seconds: float
+    training_loss: float
+    judged_loss: float
+
+
+@dataclass
+class Learned:
+    """What became of it."""
+
+    curve: list[Judged] = field(default_factory=list)
+    best: float = math.inf
+    ended: str = "all steps were made"  # or why not
+
+    def to_dict(self) -> dict[str, object]:
+        return {"best": self.best, "ended": self.ended, "curve": [vars(point) for point in self.curve]}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress line can say."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds_left: float
+
+
+class _NotFinite(Exception):
+    pass
+
+
+def descend(
+    parameters: Sequence[nn.Parameter],
+    loss_of: Callable[[int], torch.Tensor],
+    judge: Callable[[], float],
+    settings: StepSettings,
+    told: Callable[[Progress], None] = lambda progress: None,
+) -> Learned:
+    """Take steps down `loss_of(step)`, and leave in `parameters` what `judge` found best.
+
+    `loss_of` picks its batch by the number of the step, so that a seed gives the same result each time. `judge`: the
+    loss on text that no step sees; what the parameters start with is judged too, so the result is never worse. What
+    ends the descent early is told by `Learned.ended`; a KeyboardInterrupt is raised again, with the best in place.
+    """
+    loop = _Descent(parameters, loss_of, judge, settings, told)
+    try:
+        loop.run()
+    finally:
+        loop.restore()
+    return loop.learned
+
+
+class _Descent:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        loss_of: Callable[[int], torch.Tensor],
+        judge: Callable[[], float],
+        settings: StepSettings,
+        told: Callable[[Progress], None],
+    ) -> None:
+        self.parameters = list(parameters)
+        self.loss_of = loss_of
+        self.judge = judge
+        self.settings = settings
+        self.told = told
+        self.learned = Learned()
+        self.kept = [parameter.detach().clone() for parameter in self.parameters]
+        self.started = time.monotonic()
+        matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters if parameter.dim() <= 1]
+        decays = ((matrices, settings.weight_decay), (others, 0.0))
+        groups: list[dict[str, Any]] = [{"params": of, "weight_decay": decay} for of, decay in decays if of]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def run(self) -> None:
+        settings = self.settings
+        try:
+            self._judge(0, math.nan)
+        except _NotFinite:
+            raise DepthDecayError("the loss is not a finite number from the start; try dtype fp32 or bf16") from None
+        every = max(1, settings.steps // max(1, settings.judgements))
+        losses: list[float] = []
+        step = 0
+        try:
+            while step < settings.steps and self.seconds <= settings.seconds:
+                losses.append(self._step(step))
+                step += 1
+                self.told(self._progress(step, losses[-1]))
+                if step % every == 0:
+                    self._judge(step, sum(losses) / len(losses))
+                    losses.clear()
+            if losses:
+                self._judge(step, sum(losses) / len(losses))
+            if step < settings.steps:
+                self.learned.ended = f"the time was up after {step} of {settings.steps} steps"
+        except _NotFinite:
+            self.learned.ended = f"the loss of step {step + 1} was not a finite number; the best before it is kept"
+
+    def _step(self, step: int) -> float:
+        factor = self._factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.rate * factor
+        loss = self.loss_of(step)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise _NotFinite
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        self.optimizer.step()
+        return value
+
+    def _factor(self, step: int) -> float:
+        """Of the highest rate: by steps, or by time where that runs out first."""
+        settings = self.settings
+        left = 1 - step / settings.steps
+        if math.isfinite(settings.seconds):
+            left = min(left, max(0.0, 1 - self.seconds / settings.seconds))
+        rising = (step + 1) / max(1.0, settings.warmup * settings.steps)
+        return min(1.0, rising, left / settings.cooldown if settings.cooldown else 1.0)
+
+    def _progress(self, done: int, loss: float) -> Progress:
+        by_steps = self.seconds / done * (self.settings.steps - done)
+        return Progress(done, self.settings.steps, loss, min(by_steps, max(0.0, self.settings.seconds - self.seconds)))
+
+    def _judge(self, step: int, training_loss: float) -> None:
+        with torch.no_grad():
+            found = self.judge()
+        if not math.isfinite(found):
+            raise _NotFinite
+        self.learned.curve.append(Judged(step, self.seconds, training_loss, found))
+        if found < self.learned.best:
+            self.learned.best = found
+            self.kept = [parameter.detach().clone() for parameter in self.parameters]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, kept in zip(self.parameters, self.kept, strict=True):
+                parameter.copy_(kept)
+
+
+def kl_divergence(states: torch.Tensor, logits: Logits, targets: torch.Tensor, target_logits: Logits) -> torch.Tensor:
+    """The mean KL of what `logits` says about `states` from what `target_logits` says about `targets`.
+
+    Both are (positions, hidden). A few positions at a time, whose logits are computed again for the gradient: those of
+    all positions over a vocabulary of 150,000 tokens would take more room than the model.
+    """
+    total = states.new_zeros((), dtype=torch.float32)
+    for part in _parts(len(states)):
+        if states.requires_grad:
+            sum_of_part = checkpoint(
+                _kl, states[part], logits, targets[part], target_logits, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            sum_of_part = _kl(states[part], logits, targets[part], target_logits)
+        total = total + sum_of_part
+    return total / max(1, len(states))
+
+
+def _kl(states: torch.Tensor, logits: Logits, targets: torch.Tensor, target_logits: Logits) -> torch.Tensor:
+    with torch.no_grad():
+        wanted = target_logits(targets).float().log_softmax(-1)
+    said = logits(states).float().log_softmax(-1)
+    return functional.kl_div(said, wanted, log_target=True, reduction="sum")
+
+
+def _parts(positions: int) -> Iterator[slice]:
+    for start in range(0, positions, ROWS_AT_ONCE):
+        yield slice(start, start + ROWS_AT_ONCE)

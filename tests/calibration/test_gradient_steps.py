@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from depthdecay.calibration import gradient_steps
+from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend, kl_divergence
+from depthdecay.errors import DepthDecayError
+
+WANTED = torch.tensor([3.0, -1.0])
+
+
+def fitted(steps: int = 200, spoil: int | None = None, **settings: float) -> tuple[nn.Parameter, Learned]:
+    values = nn.Parameter(torch.zeros(2))
+
+    def loss_of(step: int) -> torch.Tensor:
+        loss = (values - WANTED).pow(2).sum()
+        return loss * math.nan if step == spoil else loss
+
+    learned = descend([values], loss_of, lambda: float(loss_of(-1)), StepSettings(steps, rate=0.1, **settings))
+    return values, learned
+
+
+def test_steps_go_down_and_the_curve_tells() -> None:
+    values, learned = fitted()
+    assert torch.allclose(values, WANTED, atol=0.05)
+    assert learned.curve[0].step == 0
+    assert learned.curve[0].judged_loss == pytest.approx(10)
+    assert learned.best == min(point.judged_loss for point in learned.curve)
+    assert learned.ended == "all steps were made"
+
+
+def test_the_same_steps_give_the_same_bits() -> None:
+    assert torch.equal(fitted(50)[0], fitted(50)[0])
+
+
+def test_the_best_is_kept_and_not_the_last() -> None:
+    values = nn.Parameter(torch.zeros(1))
+    seen: list[float] = []
+
+    def judge() -> float:  # steps lead away from what is judged, after a while
+        seen.append(float((values - 0.5).abs()))
+        return seen[-1]
+
+    learned = descend([values], lambda step: -values.sum(), judge, StepSettings(40, rate=0.1))
+    assert learned.best == min(seen) < seen[-1]
+    assert float((values.detach() - 0.5).abs()) == learned.best
+
+
+def test_what_was_there_is_kept_where_no_step_helps() -> None:
+    values = nn.Parameter(torch.ones(1))
+    descend([values], lambda step: values.sum(), lambda: float((values - 1).abs()), StepSettings(10, rate=0.1))
+    assert float(values) == 1
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_the_best_so_far() -> None:
+    values, learned = fitted(200, spoil=100)
+    assert "step 101 was not a finite number" in learned.ended
+    assert torch.isfinite(values).all()
+    assert learned.best < 10
+
+
+def test_a_loss_that_was_never_finite_is_an_error() -> None:
+    values = nn.Parameter(torch.zeros(1))
+    with pytest.raises(DepthDecayError, match="not a finite number from the start"):
+        descend([values], lambda step: values.sum(), lambda: math.nan, StepSettings(10))
+
+
+def test_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(gradient_steps.time, "monotonic", lambda: float(next(clock)))
+    _, learned = fitted(10_000, seconds=100.0)
+    assert "the time was up" in learned.ended
+    assert learned.curve[-1].judged_loss < 10
+
+
+def test_an_interrupt_leaves_the_best_in_place() -> None:
+    values = nn.Parameter(torch.zeros(2))
+
+    def told(progress: Progress) -> None:
+        if progress.step == 60:
+            raise KeyboardInterrupt
+
+    def loss_of(step: int) -> torch.Tensor:
+        return (values - WANTED).pow(2).sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        descend([values], loss_of, lambda: float(loss_of(0)), StepSettings(100, rate=0.1, judgements=10), told)
+    assert 0 < float(loss_of(0)) < 5
+
+
+@pytest.mark.parametrize("at_once", [3, 7, 100])
+def test_kl_in_parts_is_kl_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_steps, "ROWS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    head, other = nn.Linear(4, 11), nn.Linear(4, 11)
+    states, targets = torch.randn(7, 4, requires_grad=True), torch.randn(7, 4)
+    divergence = kl_divergence(states, head, targets, other)
+    wanted = other(targets).softmax(-1)
+    expected = (wanted * (wanted.log() - head(states).log_softmax(-1))).sum(-1).mean()
+    assert float(divergence.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    (gradient,) = torch.autograd.grad(divergence, states)
+    (plain,) = torch.autograd.grad(expected, states)
+    assert torch.allclose(gradient, plain, atol=1e-6)
