@@ -35,9 +35,11 @@ from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.kv_blocks import KVBlocks
+from depthdecay.speculative.draft_head import DraftHead, head_of
 from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import LONGEST
+from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.host_lane import HostLane
 from depthdecay.speculative.lossless import LosslessRun
 from depthdecay.speculative.short_head import ShortHead
@@ -78,6 +80,7 @@ class Engine:
         allow_other_weights: bool = False,
         repairs: Repairs | None = None,
         drafter: Plan | None = None,
+        draft_head: DraftHead | None = None,
         quantize: str | None = None,
         origin: WeightsOrigin | None = None,
         fast: bool | None = None,
@@ -95,6 +98,9 @@ class Engine:
         if drafter is not None:
             check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
         self.repairs = repairs_for(self.stack, drafter, repairs)
+        self.draft_head = head_of(drafter) if draft_head is None and drafter is not None else draft_head
+        if self.draft_head is not None:
+            self.draft_head.shape.check(self.stack)
         self.device = primary_device(self.stack.model)
         self.uses_graphs = self._can_use_graphs() if graphs is None else graphs
         if self.uses_graphs and self.device.type != "cuda":
@@ -112,6 +118,7 @@ class Engine:
         self._rows: Kept[Batcher] = Kept()
         self._drafting: Drafting | None = None
         self._short_head: ShortHead | None = None
+        self._placed_head: PlacedHead | None = None
         self._told_inexact = False
         self._lock = threading.Lock()
 
@@ -381,7 +388,8 @@ class Engine:
             yield chain
 
     def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:
-        return HostLane(runner, self.drafting_plan, sampler, self._short_head, drafting.pace, len(prompt))
+        head, short = self._placed_head, self._short_head
+        return HostLane(runner, self.drafting_plan, sampler, short, head, drafting.pace, len(prompt))
 
     def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
         """Passes of one text, with room for a window behind it."""
@@ -442,10 +450,15 @@ class Engine:
     def _prepared_drafting(self) -> Drafting:
         """What this engine has learnt about drafting, and the drafts' own output matrix."""
         with self._lock:
-            if self._drafting is None or (self._short_head is not None and not self._short_head.is_for(self.stack)):
+            rows = (self._short_head, self._placed_head)
+            if self._drafting is None or not all(part is None or part.is_for(self.stack) for part in rows):
                 self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
+                if self.draft_head is not None and not self.uses_graphs:
+                    self._placed_head = PlacedHead(self.draft_head, self.stack)
                 self._chain = Kept()
-                self._drafting = drafting_for(self.stack, self.drafting_plan, self.repairs, self._short_head)
+                self._drafting = drafting_for(
+                    self.stack, self.drafting_plan, self.repairs, self._short_head, self._placed_head
+                )
             return self._drafting
 
     def _sampler(self, request: Request, row: int | None = None) -> Sampler:

@@ -27,8 +27,8 @@ class Result:
     prefill_seconds: float = 0.0
     mode: str = "full"
     seed: int | None = None
-    # In lossless mode: what proposed each token (a depth; 0: found in the text before; None: the full pass itself),
-    # and what it took. `depths` are those of the passes that decided, all of them full.
+    # In lossless mode: what proposed each token (a depth; 0: found in the text before; -1: a learned head; None: the
+    # full pass itself), and what it took. `depths` are those of the passes that decided, all of them full.
     draft_depths: list[int | None] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0

@@ -40,8 +40,9 @@ class Plan:
     rule: str
     model: ModelIdentity | None = None
     repairs: str | None = None
+    draft_head: str | None = None
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
-    folder: Path | None = field(default=None, compare=False, repr=False)  # where a loaded plan's repairs lie
+    folder: Path | None = field(default=None, compare=False, repr=False)  # where a loaded plan's files lie
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or not self.rule:
@@ -49,10 +50,9 @@ class Plan:
         if not isinstance(self.notes, dict):
             raise DepthDecayError(f"the plan's notes are {self.notes!r}; expected a mapping")
         # Only a bare name: a plan from somebody else must not point at files outside its own folder.
-        if self.repairs is not None and not (
-            isinstance(self.repairs, str) and re.fullmatch(r"\w[\w.-]*", self.repairs)
-        ):
-            raise DepthDecayError(f"the plan's repairs are {self.repairs!r}; expected a file name beside the plan")
+        for what, name in (("repairs are", self.repairs), ("draft head is", self.draft_head)):
+            if name is not None and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):
+                raise DepthDecayError(f"the plan's {what} {name!r}; expected a file name beside the plan")
         if self.schedule.num_layers != self.ladder.num_layers:
             raise DepthDecayError(
                 f"the schedule is for {self.schedule.num_layers} layers and the ladder for {self.ladder.num_layers}"
@@ -112,6 +112,8 @@ class Plan:
             words.append(f"drops {', '.join(map(str, dropped[:6]))}{', …' if len(dropped) > 6 else ''}")
         if self.repairs:
             words.append("repaired")
+        if self.draft_head:
+            words.append("with a learned drafter")
         return f"{self.rule}: {', '.join(words)}"
 
     def with_model(self, identity: ModelIdentity) -> Plan:
@@ -245,6 +247,7 @@ class Plan:
             "ladder": self.ladder.to_dict(),
             "model": None if self.model is None else self.model.to_dict(),
             "repairs": self.repairs,
+            **({} if self.draft_head is None else {"draft_head": self.draft_head}),
             "notes": self.notes,
         }
 
@@ -264,6 +267,7 @@ class Plan:
             rule=values["rule"],
             model=_identity(values["model"]),
             repairs=values["repairs"],
+            draft_head=values.get("draft_head"),
             notes=values["notes"],
         )
 
@@ -286,8 +290,9 @@ class Plan:
             plan = replace(cls.from_dict(values), folder=file.parent)
         except DepthDecayError as error:
             raise DepthDecayError(f"{file} is not a usable plan: {error}") from None
-        if plan.repairs is not None:
-            fetch_beside(os.fspath(path), file, plan.repairs)
+        for name in (plan.repairs, plan.draft_head):
+            if name is not None:
+                fetch_beside(os.fspath(path), file, name)
         return plan
 
 

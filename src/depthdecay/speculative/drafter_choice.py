@@ -6,7 +6,8 @@ from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
-from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.expected_gain import LEARNED, Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import ShortHead
 
 MOST_DEPTH = 0.85  # of the layers: deeper drafts cost nearly what they are to spare
@@ -19,12 +20,22 @@ GROWTH = 1.5
 class Drafting:
     """All that an engine knows about drafting: a record for every depth that may be drafted at, and lookup."""
 
-    def __init__(self, num_layers: int, shares: dict[int, float], pace: Pace | None = None) -> None:
-        """`shares`: the bytes that a draft step at each depth reads, of those of a full-depth step."""
+    def __init__(
+        self, num_layers: int, shares: dict[int, float], pace: Pace | None = None, head: PlacedHead | None = None
+    ) -> None:
+        """`shares`: the bytes that a draft step at each depth reads, of those of a full-depth step.
+
+        `head`: what drafts where `shares` has an entry for it.
+        """
         self.num_layers = num_layers
         self.pace = Pace() if pace is None else pace
         self.shares = shares
-        self.by_depth = {depth: TrackRecord(StepCosts(share), depth=depth) for depth, share in shares.items()}
+        self.by_depth = {
+            depth: TrackRecord(StepCosts(share), depth=depth, layers=depth) for depth, share in shares.items()
+        }
+        if head is not None:
+            self.by_depth[LEARNED].layers = head.head.shape.first_layers
+            self.by_depth[LEARNED].prior = head.head.right
         self.lookup = TrackRecord(StepCosts(0.0), prior=0.6)
         self.finds = Share.at_first(0.5)  # of windows, in which lookup found something
         self._windows = 0
@@ -50,8 +61,10 @@ class Drafting:
             drafter.position = position
             drafter.costs = self.pace.costs(self.shares[depth], depth)
         known = [drafter for drafter in self.by_depth.values() if drafter.judged >= ENOUGH]
-        if not known:  # one that has begun goes on, else the middle one is tried first
+        if not known:  # one that has begun goes on, else a learned one is tried first, or the one in the middle
             depths = sorted(self.by_depth)
+            if LEARNED in self.by_depth:
+                return self.by_depth[LEARNED]
             begun = [drafter for drafter in self.by_depth.values() if drafter.judged > 0]
             return begun[0] if begun else self.by_depth[depths[len(depths) // 2]]
         best = max(known, key=lambda drafter: (drafter.best_rate, drafter.depth))
@@ -65,6 +78,8 @@ class Drafting:
 
     def _guess(self, drafter: TrackRecord, known: TrackRecord) -> float:
         """The rate of a depth that was not tried enough, from a known one: more layers dropped, more drafts wrong."""
+        if LEARNED in (drafter.depth, known.depth):
+            return drafter.best_rate
         ratio = (self.num_layers - drafter.depth) / max(1, self.num_layers - known.depth)
         p = min(max(1 - (1 - known.acceptance) * ratio**GROWTH, 0.0), 0.998)
         return drafter.costs.rate(p, drafter.costs.best(p, drafter.longest))
@@ -79,12 +94,19 @@ def draft_depths(plan: Plan, repairs: Repairs) -> list[int]:
     return sorted({mapped[place * (len(mapped) - 1) // 3] for place in range(4)})
 
 
-def drafting_for(stack: LayerStack, plan: Plan, repairs: Repairs, short_head: ShortHead | None) -> Drafting:
+def drafting_for(
+    stack: LayerStack, plan: Plan, repairs: Repairs, short_head: ShortHead | None, head: PlacedHead | None = None
+) -> Drafting:
     """What an engine starts with: depths to draft at, and what a pass at each reads of a full one's bytes."""
     costs = Costs(stack, plan, repairs)
     spared = 0 if short_head is None else costs.head - short_head.nbytes
     shares = {depth: (costs.at(depth) - spared) / costs.full() for depth in draft_depths(plan, repairs)}
-    return Drafting(stack.num_layers, shares)
+    if head is not None:
+        first = sum(stack.layer_bytes()[: head.head.shape.first_layers])
+        shares[LEARNED] = (head.nbytes + first) / costs.full()
+        if not repairs.at_depth:  # layers that nobody has measured are no match for it
+            shares = {LEARNED: shares[LEARNED]}
+    return Drafting(stack.num_layers, shares, head=head)
 
 
 def drafting_plan(num_layers: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Where drafts come from: some layers of the model itself, or the text before. What else comes needs two methods."""
+"""Where drafts come from: some layers of the model, a learned head, or the text before. Another needs two methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from depthdecay.speculative.expected_gain import TrackRecord
+from depthdecay.speculative.expected_gain import LOOKUP, TrackRecord
 from depthdecay.speculative.prompt_lookup import Lookup
 
 
@@ -68,7 +68,7 @@ class Drafter(Protocol):
     """One source of drafts, in the two steps that let a device work while the host waits."""
 
     record: TrackRecord
-    depth: int  # of the passes that it costs; 0: none
+    depth: int  # of the passes that it costs, or what drafts in their place
 
     def start(self, lane: Lane, most: int) -> Window | None:
         """Begin a window of at most so many drafts, without waiting for anything; None where nothing is drafted."""
@@ -77,8 +77,8 @@ class Drafter(Protocol):
         """Draft on while it pays."""
 
 
-class LayerDrafter:
-    """The model's own first layers, or whichever its plan keeps, at one depth."""
+class StepDrafter:
+    """A draft a step: by those layers of the model that its plan keeps at one depth, or by a learned head."""
 
     def __init__(self, record: TrackRecord) -> None:
         self.record = record
@@ -119,7 +119,7 @@ class LayerDrafter:
 class LookupDrafter:
     """What followed the same words before: it costs no pass."""
 
-    depth = 0
+    depth = LOOKUP
 
     def __init__(self, record: TrackRecord, text: Lookup) -> None:
         self.record = record

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+LOOKUP, LEARNED = 0, -1  # in the place of a depth: drafts found in the text, and those of a learned head
 LONGEST = 15  # drafts: with the token before them a verification of 16
 # After how many plain steps a stopped drafter is tried again, at first and at most; it doubles with every vain try.
 PAUSE, LONGEST_PAUSE = 16, 512
@@ -147,7 +148,8 @@ class TrackRecord:
     costs: StepCosts
     prior: float = 0.8  # how often a draft is right, before any was seen
     longest: int = LONGEST
-    depth: int = 0  # of its passes; 0 for drafts that cost none
+    depth: int = LOOKUP  # of its passes, or what drafts in their place
+    layers: int = 0  # of the model, that a draft runs
     position: int = 0  # in the answer, where the next window starts
     judged: int = 0
     drag: float = 1.0  # how much longer windows took than their parts were timed to take

@@ -9,9 +9,10 @@ import torch
 
 from depthdecay.engine.sampling import Sampler, pick_tokens
 from depthdecay.plan.plan import Plan
-from depthdecay.runners.contract import Ask, Part, Runner
+from depthdecay.runners.contract import PLAIN, Ask, Part, Runner, Said
 from depthdecay.speculative.accept import count_right
-from depthdecay.speculative.expected_gain import Pace
+from depthdecay.speculative.expected_gain import LEARNED, Pace
+from depthdecay.speculative.head_text import HeadText, PlacedHead
 from depthdecay.speculative.short_head import ShortHead
 
 
@@ -27,14 +28,25 @@ class HostLane:
     runs_ahead = False
 
     def __init__(
-        self, runner: Runner, plan: Plan, sampler: Sampler, short_head: ShortHead | None, pace: Pace, prompt_tokens: int
+        self,
+        runner: Runner,
+        plan: Plan,
+        sampler: Sampler,
+        short_head: ShortHead | None,
+        draft_head: PlacedHead | None,
+        pace: Pace,
+        prompt_tokens: int,
     ) -> None:
-        """`plan`: by whose layers drafts are made. `prompt_tokens`: what comes before T_0."""
+        """`plan`: by whose layers drafts are made. `draft_head`: what may make them, too.
+
+        `prompt_tokens`: what comes before T_0.
+        """
         self.runner = runner
         self.plan = plan
         self.sampler = sampler
         # Other choices than the likeliest token look at all of them.
         self.short_head = short_head if sampler.is_plain_greedy else None
+        self.draft_head = draft_head
         self.pace = pace
         self.prompt_tokens = prompt_tokens
         self.window_seconds: float | None = None
@@ -46,7 +58,7 @@ class HostLane:
 
     @property
     def cache_bytes(self) -> int:
-        return self.runner.cache_bytes
+        return self.runner.cache_bytes + (0 if self.draft_head is None else self.head_text.cache_bytes)
 
     @property
     def inexact(self) -> str | None:
@@ -54,10 +66,29 @@ class HostLane:
 
     def read(self, text: Sequence[int]) -> torch.Tensor:
         self.length = len(text)
-        return self.runner.run([Part(0, 0, text, self.plan.num_layers, self.plan)]).logits
+        said = self._full_pass(Part(0, 0, text, self.plan.num_layers, self.plan))
+        self._text = text
+        return said.logits
 
     def begin(self, token: int) -> None:
         self.last = token
+        if self.draft_head is not None:
+            first = self._first_layers if self.draft_head.head.shape.first_layers else None
+            self.head_text = HeadText(self.draft_head, first)
+            self.head_text.verified([*self._text[1:], token], self.states)
+            self.head_text.read()
+
+    def _full_pass(self, part: Part) -> Said:
+        said = self.runner.run([part], PLAIN if self.draft_head is None else Ask(states=self.draft_head.states))
+        self.states = said.states
+        return said
+
+    def _first_layers(self, token: int, position: int) -> torch.Tensor:
+        """What the layers that a draft head builds on make of a token behind the verified ones."""
+        assert self.draft_head is not None
+        count = self.draft_head.head.shape.first_layers
+        part = Part(0, position, [token], count, self.draft_head.first_layers, wanted=0)
+        return self.runner.run([part], Ask(states=(count - 1,))).states[count - 1]
 
     @property
     def _index(self) -> int:
@@ -72,18 +103,31 @@ class HostLane:
         started = time.perf_counter()
         if step == 0:
             self._begun = started
-        token = self.drafts[-1] if self.drafts else self.last
-        part = Part(0, self.length + step, [token], depth, self.plan)
-        said = self.runner.run([part], Ask(short=self.short_head))
-        if said.ids is None:
-            picked = draft = pick_tokens([self.sampler], [self._index + step], said.logits, [self.drafts])[0]
+        if depth == LEARNED:
+            assert self.draft_head is not None
+            logits = self.head_text.draft(self.drafts)
+            ids: torch.Tensor | None = self.draft_head.head.vocabulary
         else:
-            picked = int(said.logits[0].argmax())
-            draft = int(said.ids[picked])
+            token = self.drafts[-1] if self.drafts else self.last
+            part = Part(0, self.length + step, [token], depth, self.plan)
+            said = self.runner.run([part], Ask(short=self.short_head))
+            logits, ids = said.logits, said.ids
+        if ids is None or not self.sampler.is_plain_greedy:
+            logits = logits if ids is None else self._spread(logits, ids)
+            picked = draft = pick_tokens([self.sampler], [self._index + step], logits, [self.drafts])[0]
+        else:
+            picked = int(logits[0].argmax())
+            draft = int(ids[picked])
         self.drafts.append(draft)
-        self.confidences.append(float(said.logits[0].float().softmax(-1)[picked]))
+        self.confidences.append(float(logits[0].float().softmax(-1)[picked]))
         self._drafting += time.perf_counter() - started
         self._depth = depth
+
+    def _spread(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Over the whole vocabulary: samplers know tokens by their place in it."""
+        assert self.draft_head is not None
+        spread = logits.new_full((1, self.draft_head.full_vocabulary), float("-inf"))
+        return spread.index_copy_(1, ids, logits)
 
     def confidence(self, step: int) -> float:
         return self.confidences[step]
@@ -92,7 +136,7 @@ class HostLane:
         started = time.perf_counter()
         tokens = [self.last, *self.drafts]
         part = Part(0, self.length, tokens, self.plan.num_layers, self.plan, wanted=len(tokens))
-        logits = self.runner.run([part]).logits
+        logits = self._full_pass(part).logits
         indices = [self._index + place for place in range(len(tokens))]
         ahead = [self.drafts[:place] for place in range(len(tokens))]  # right as long as they are of use
         self.said = pick_tokens([self.sampler] * len(tokens), indices, logits, ahead)
@@ -107,5 +151,7 @@ class HostLane:
         confidences = self.confidences
         self.length += len(kept)
         self.last = kept[-1]
+        if self.draft_head is not None:
+            self.head_text.verified(kept, self.states)
         self.drafts, self.confidences, self._drafting, self._begun = [], [], 0.0, None
         return kept, confidences

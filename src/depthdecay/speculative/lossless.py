@@ -14,7 +14,8 @@ from depthdecay.engine.result import Result
 from depthdecay.engine.sampling import Sampler, pick_tokens
 from depthdecay.errors import NotCapturable
 from depthdecay.speculative.drafter_choice import Drafting
-from depthdecay.speculative.drafters import Lane, LayerDrafter, LookupDrafter, Window
+from depthdecay.speculative.drafters import Lane, LookupDrafter, StepDrafter, Window
+from depthdecay.speculative.expected_gain import LOOKUP
 from depthdecay.speculative.prompt_lookup import Lookup
 from depthdecay.speculative.short_head import ShortHead
 
@@ -53,9 +54,9 @@ class LosslessRun:
         self.before = LookupDrafter(drafting.lookup, Lookup(prompt, lookup)) if lookup else None
         self.answered = 0
         self.is_active = True  # until somebody ends it from outside
-        self.sources: list[int | None] = []  # of the last window's tokens: a depth, 0 for lookup, None for a full pass
+        self.sources: list[int | None] = []  # of the last window's tokens, as in Result.draft_depths
         self._ahead: Window | None = None  # a plain step that is on the way behind the one that is waited for
-        self._begun: LayerDrafter | None = None  # whose first draft is on the way behind a verification
+        self._begun: StepDrafter | None = None  # whose first draft is on the way behind a verification
 
     @property
     def goes_on(self) -> bool:
@@ -86,7 +87,7 @@ class LosslessRun:
             window, self._ahead = self._ahead, None
             self.drafting.choose(self.answered).window()
         else:
-            window = self._looked_up() or self._by_layers() or Window()
+            window = self._looked_up() or self._step_by_step() or Window()
             if self.lane.runs_ahead and not window.grows:
                 self._launch(window)
         if window.drafter is None and self.lane.runs_ahead:
@@ -147,10 +148,10 @@ class LosslessRun:
             self._drop_begun()
         return window
 
-    def _by_layers(self) -> Window | None:
+    def _step_by_step(self) -> Window | None:
         if self._most < 1 and self._begun is None:
             return None
-        drafter = LayerDrafter(self.drafting.choose(self.answered)) if self._begun is None else self._begun
+        drafter = StepDrafter(self.drafting.choose(self.answered)) if self._begun is None else self._begun
         window = drafter.start(self.lane, self._most)
         if window is None:
             self._drop_begun()
@@ -179,13 +180,13 @@ class LosslessRun:
             return
         record = self.drafting.choose(self.answered)
         if record.pays:
-            self._begun = LayerDrafter(record)
+            self._begun = StepDrafter(record)
             self.lane.draft(record.depth, 0)
             self._begun.begun = 1
 
     def _drop_begun(self) -> None:
         if self._begun is not None:
-            self.result.layer_passes += self._begun.depth
+            self.result.layer_passes += self._begun.record.layers
             self._begun = None
 
     def _go_ahead(self) -> None:
@@ -203,12 +204,12 @@ class LosslessRun:
         self.sources = [None if drafter is None else drafter.depth] * accepted + [None]
         if drafter is None:
             return
-        result.layer_passes += window.drafted * drafter.depth
+        result.layer_passes += window.drafted * drafter.record.layers
         result.drafted += window.drafted
         result.accepted += accepted
         seconds, step = self.lane.window_seconds, self.drafting.pace.step
         cost = None if seconds is None or step is None else seconds / step
-        judged = confidences[: window.drafted] if drafter.depth else ()
+        judged = confidences[: window.drafted] if drafter.depth != LOOKUP else ()
         drafter.record.saw(window.drafted, accepted, judged, cost)
 
     def _change_lane(self) -> list[int]:

@@ -1,0 +1,200 @@
+"""Fitting a draft head: windows are unrolled as they will be drafted, and each draft is held against the full model.
+
+The first draft of a window follows verified states; the second is fed by the head's own answer to the first, and so
+on. In the fit every position of a text begins a window at once: at the d-th draft a position attends to keys of
+verified states up to d positions before itself, and behind them to the keys that the window's own drafts have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from depthdecay.calibration.gradient_steps import kl_divergence
+from depthdecay.calibration.head_states import StatesOfTexts, TextStates, output_matrix
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.draft_head import DraftHead, KeysAndValues
+
+FADING = 0.8  # what a draft counts against the one before it: later ones are of use less often
+
+
+class HeadFit:
+    """A head with the rows of the model's output matrix that it may speak by."""
+
+    def __init__(self, stack: LayerStack, head: DraftHead) -> None:
+        self.stack, self.head = stack, head
+        matrix = output_matrix(stack)
+        with torch.no_grad():
+            self.rows = matrix.weight.detach()[head.vocabulary].float()
+            self.bias = None if matrix.bias is None else matrix.bias.detach()[head.vocabulary].float()
+
+    def start_closed_form(self, texts: StatesOfTexts, batches: Sequence[int], ridge: float = 3e-3) -> None:
+        """Let `fc` begin as the best linear guess of what the model hands to its last norm."""
+        normal = products = None
+        for number in batches:
+            batch = texts.batch(number)
+            inputs, wanted = self._linear_problem(batch)
+            normal = inputs.T @ inputs if normal is None else normal + inputs.T @ inputs
+            products = inputs.T @ wanted if products is None else products + inputs.T @ wanted
+        assert normal is not None
+        assert products is not None
+        scale = normal.diagonal()
+        solved = torch.linalg.solve(normal + torch.diag(ridge * scale + 1e-6 * scale.mean()), products).T
+        width = self.head.fc.weight.shape[1]
+        with torch.no_grad():
+            self.head.fc.weight.copy_(solved[:, :width])
+            if self.head.join is not None:
+                self.head.join.weight.copy_(solved[:, width:])
+
+    def _linear_problem(self, batch: TextStates) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the positions that have one before them: what the head is given, and the state that the norm undoes."""
+        places = batch.valid[:, 1:]
+        given = batch.states[:, :-1][places].float()
+        if self.head.join is not None:
+            given = torch.cat([given, batch.tokens[:, 1:][places].float()], dim=-1)
+        wanted = batch.said[:, 1:][places].float() / self.head.norm.weight.detach().float().clamp(min=1e-3)
+        return given, wanted
+
+    def windows(self, batch: TextStates, drafts: int) -> Iterator[torch.Tensor]:
+        """The head's states (rows, columns, hidden) of the first draft at every position, then of the second, …"""
+        head = self.head
+        tokens = batch.tokens.float()
+        before = _shifted(head.joined(batch.states.float()))
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        angles = head.angles(positions, tokens.dtype)
+        kept: list[KeysAndValues] = []
+        for _ in range(drafts):
+            query, key, value = head.project(tokens, before, angles)
+            kept.append((key, value))
+            state = head.finish(tokens, before, window_attention(query, kept))
+            yield state
+            before = _shifted(state)
+
+    def said(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.head.norm(states), self.rows, self.bias)
+
+    def wanted(self, said: torch.Tensor) -> torch.Tensor:
+        """The full model's logits of the tokens that the head can say."""
+        return functional.linear(said.float(), self.rows, self.bias)
+
+    def loss(self, batch: TextStates, drafts: int) -> torch.Tensor:
+        """KL of each draft from the full model, later ones counting less."""
+        total, weights = torch.zeros((), device=batch.tokens.device), 0.0
+        for number, states in enumerate(self.windows(batch, drafts)):
+            places = _judged(batch.valid, number)
+            divergence = kl_divergence(states[places], self.said, batch.said[places], self.wanted)
+            total, weights = total + FADING**number * divergence, weights + FADING**number
+        return total / weights
+
+    @torch.no_grad()
+    def judge(self, texts: StatesOfTexts, drafts: int) -> HeadFigures:
+        """How often each draft of a window is right, on the answers of texts."""
+        right = torch.zeros(drafts)
+        positions = torch.zeros(drafts)
+        windows: list[int] = []
+        loss, batches = 0.0, 0
+        for number in range(len(texts)):
+            batch = texts.batch(number)
+            hits = []
+            total, weights = 0.0, 0.0
+            for draft, states in enumerate(self.windows(batch, drafts)):
+                all_places = _judged(batch.valid, draft)
+                places = all_places & batch.answers
+                told = self.head.vocabulary[torch.cat([self.said(part).argmax(-1) for part in states.split(1)])]
+                hit = (told == batch.likeliest) & places
+                hits.append(hit)
+                right[draft] += int(hit.sum())
+                positions[draft] += int(places.sum())
+                weight = FADING**draft
+                divergence = kl_divergence(states[all_places], self.said, batch.said[all_places], self.wanted)
+                total, weights = total + weight * float(divergence), weights + weight
+            loss, batches = loss + total / weights, batches + 1
+            windows += _window_lengths(torch.stack(hits), batch.answers & _judged(batch.valid, 0))
+        shares = (right / positions.clamp(min=1)).tolist()
+        mean = sum(windows) / max(1, len(windows))
+        return HeadFigures(loss / max(1, batches), shares, mean, int(positions[0]))
+
+
+@dataclass(frozen=True)
+class HeadFigures:
+    """On text that was not fitted on."""
+
+    kl: float
+    right: list[float]  # by place in the window, where all before it were right
+    tokens_a_window: float  # with windows of that many drafts, the full model's own token counted
+    positions: int
+
+
+def window_attention(query: torch.Tensor, kept: Sequence[KeysAndValues]) -> torch.Tensor:
+    """Attention of the d-th draft at every position, with the keys of all drafts before it; d = len(kept) - 1.
+
+    Position j sees keys of verified states at 1 to j - d, and the s-th draft's key at j - d + s. (Position 0 has no
+    state before it, and so no key.)
+    """
+    draft = len(kept) - 1
+    keys, values = kept[0]
+    rows, heads, columns, size = query.shape
+    groups = keys.shape[1]
+    grouped = query.reshape(rows, groups, heads // groups, columns, size)
+    place = torch.arange(columns, device=query.device)
+    visible = (place[None, :] <= place[:, None] - draft) & (place[None, :] > 0)
+    visible[:, 0] |= ~visible.any(dim=1)  # such positions are not judged; without a key they would be NaN
+    scores = torch.einsum("bghqd,bgkd->bghqk", grouped, keys) * size**-0.5
+    scores = scores.masked_fill(~visible, float("-inf"))
+    own = []
+    for number in range(1, draft + 1):
+        key = _shifted(kept[number][0], draft - number, 2)
+        own.append(torch.einsum("bghqd,bgqd->bghq", grouped, key).unsqueeze(-1) * size**-0.5)
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+    mixed = torch.einsum("bghqk,bgkd->bghqd", weights[..., :columns], values)
+    for number in range(1, draft + 1):
+        value = _shifted(kept[number][1], draft - number, 2)
+        mixed = mixed + weights[..., columns + number - 1, None] * value[:, :, None]
+    return mixed.reshape(rows, heads, columns, size)
+
+
+def _shifted(tensor: torch.Tensor, by: int = 1, dim: int = 1) -> torch.Tensor:
+    """Each place has what stood so many places before it; zeros where there was nothing."""
+    if by == 0:
+        return tensor
+    pad = [0, 0] * (tensor.dim() - dim - 1) + [by, 0]
+    return functional.pad(tensor, pad).narrow(dim, 0, tensor.shape[dim])
+
+
+def _judged(valid: torch.Tensor, draft: int) -> torch.Tensor:
+    """Positions whose window begins behind a verified state."""
+    judged = valid.clone()
+    judged[:, : draft + 1] = False
+    return judged
+
+
+def _window_lengths(hits: torch.Tensor, places: torch.Tensor) -> list[int]:
+    """Tokens of each window, one behind the other as decoding goes through a text. `hits`: (drafts, rows, columns)."""
+    lengths = []
+    for row, columns in enumerate(places):
+        spots = columns.nonzero().squeeze(1).tolist()
+        right = hits[:, row].T.tolist()
+        place = 0
+        while place < len(spots):
+            run = 0
+            while run < len(hits) and place + run < len(spots) and right[spots[place + run]][run]:
+                run += 1
+            lengths.append(run + 1)
+            place += run + 1
+    return lengths
+
+
+def frequent_tokens(texts: StatesOfTexts, size: int, vocabulary: int, always: Sequence[int] = ()) -> torch.Tensor:
+    """The tokens that the full model says most often on these texts, ascending; the lowest ids fill what is left."""
+    counts = torch.zeros(vocabulary, dtype=torch.long)
+    for number in range(len(texts)):
+        batch = texts.batch(number)
+        counts += torch.bincount(batch.likeliest[batch.valid].cpu(), minlength=vocabulary)[:vocabulary]
+    counts[list(always)] = counts.max() + 1
+    size = min(size, vocabulary)
+    # Ties, those that never came among them, in the order of their ids: tokenizers list frequent tokens first.
+    order = torch.sort(counts, descending=True, stable=True).indices[:size]
+    return order.sort().values

@@ -1,0 +1,133 @@
+"""What a draft head learns from: the full model's states on whole texts, read once or, where they take too much room,
+batch by batch as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthdecay.errors import UnsupportedModelError
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
+from depthdecay.patches import patched
+from depthdecay.speculative.draft_head import HeadShape
+
+Text = tuple[Sequence[int], Sequence[int]]  # a prompt and what the model said, as token ids
+
+_LOGIT_BYTES = 2**28
+
+
+@dataclass
+class TextStates:
+    """Some texts, padded at the right. Column j is about token x_j and what the full model says behind it."""
+
+    tokens: torch.Tensor  # (rows, columns, hidden): what the model's first layers make of each token
+    states: torch.Tensor  # (rows, columns, states · hidden): the full model's
+    said: torch.Tensor  # (rows, columns, hidden): what goes into the output matrix
+    likeliest: torch.Tensor  # (rows, columns): the token that comes out of it first
+    valid: torch.Tensor  # (rows, columns): within the text
+    answers: torch.Tensor  # (rows, columns): where what is said belongs to the answer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in vars(self).values())
+
+
+class StatesOfTexts:
+    """Batches of texts of similar length, cut to `longest` tokens (the last ones, which hold the answer)."""
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        shape: HeadShape,
+        texts: Sequence[Text],
+        *,
+        rows: int,
+        longest: int,
+        room: int,
+        told: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """`room`: bytes that states of all texts may take to be kept."""
+        self.stack, self.shape = stack, shape
+        self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
+        ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
+        self.batches = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+        self.tokens = sum(len(prompt) + len(answer) for prompt, answer in ordered)
+        per_token = (2 + len(shape.states)) * shape.hidden * 2
+        self._kept: list[TextStates] | None = None
+        if self.tokens * per_token <= room:
+            self._kept = []
+            for done, batch in enumerate(self.batches, 1):
+                self._kept.append(self._read(batch))
+                told(done, len(self.batches))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch(self, number: int) -> TextStates:
+        return self._read(self.batches[number]) if self._kept is None else self._kept[number]
+
+    @torch.no_grad()
+    def _read(self, texts: Sequence[Text]) -> TextStates:
+        stack, shape, device = self.stack, self.shape, primary_device(self.stack.model)
+        columns = max(len(prompt) + len(answer) for prompt, answer in texts)
+        ids = torch.zeros((len(texts), columns), dtype=torch.long)
+        valid = torch.zeros((len(texts), columns), dtype=torch.bool)
+        answers = torch.zeros((len(texts), columns), dtype=torch.bool)
+        for row, (prompt, answer) in enumerate(texts):
+            end = len(prompt) + len(answer)
+            ids[row, :end] = torch.tensor([*prompt, *answer])
+            valid[row, :end] = True
+            answers[row, max(0, len(prompt) - 1) : end] = True
+        ids = ids.to(device)
+        asked = set(shape.states) | ({shape.first_layers - 1} if shape.first_layers else set())
+        layer_pass = LayerPass(asked=tuple(sorted(asked)))
+        said = self._forward(ids, layer_pass)
+        first = stack.model.get_input_embeddings()(ids) if not shape.first_layers else None
+        tokens = layer_pass.states[shape.first_layers - 1] if first is None else first
+        states = torch.cat([layer_pass.states[layer] for layer in shape.states], dim=-1)
+        return TextStates(
+            tokens.to(self.dtype),
+            states.to(self.dtype),
+            said.to(self.dtype),
+            likeliest_tokens(output_matrix(stack), said),
+            valid.to(device),
+            answers.to(device),
+        )
+
+    def _forward(self, ids: torch.Tensor, layer_pass: LayerPass) -> torch.Tensor:
+        """Run the model, and give what it hands to its output matrix, which stays out of it."""
+        head = output_matrix(self.stack)
+        found: list[torch.Tensor] = []
+
+        def seen(hidden: torch.Tensor) -> torch.Tensor:
+            found.append(hidden)
+            return hidden[..., :1]
+
+        with self.stack.exclusive(), self.stack.routed(layer_pass), patched(head, "forward", seen):
+            self.stack.model(input_ids=ids, use_cache=False)
+        return found[0]
+
+
+def output_matrix(stack: LayerStack) -> nn.Linear:
+    head: Any = stack.model.get_output_embeddings()
+    if type(head) is not nn.Linear or not head.weight.is_floating_point():
+        raise UnsupportedModelError(
+            f"a draft head learns from the model's output matrix, and {type(stack.model).__name__}'s is not a plain one"
+        )
+    return head
+
+
+def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
+    """A few columns at a time: logits over the whole vocabulary are large."""
+    step = max(1, _LOGIT_BYTES // (head.weight.element_size() * head.weight.shape[0] * said.shape[0]))
+    return torch.cat([head(part).argmax(-1) for part in said.split(step, dim=1)], dim=1)
+
+
+def _cut(text: Text, longest: int) -> Text:
+    prompt, answer = text
+    answer = answer[:longest]
+    return prompt[len(prompt) - min(len(prompt), longest - len(answer)) :], answer

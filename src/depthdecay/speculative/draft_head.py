@@ -1,0 +1,257 @@
+"""A learned drafter: one decoder layer that is fed by states of the full model, in the form that EAGLE-3 gave it.
+
+To guess what follows token x_j it is given two things: what the model's first layers make of x_j (with none of them
+the token's embedding), and the full model's states at the position before, joined to one by `fc`. Behind the last
+verified position there are no such states; there the head's own answer takes their place. With no first layers a head
+has just the form that other engines load (`depthdecay export`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from depthdecay.errors import DepthDecayError, PlanMismatchError, one_line
+from depthdecay.files import write_whole
+from depthdecay.model.layers import LayerStack
+from depthdecay.plan.plan import Plan
+
+HEAD_FILE = "draft_head.safetensors"
+_FORMAT, _VERSION = "depthdecay-draft-head", "1"
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, positions, size)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a head's tensors look like, and what of the model it is fed with."""
+
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    neurons: int
+    first_layers: int  # of the model, that a token runs through before the head sees it
+    states: tuple[int, ...]  # layers behind which the full model's states are taken
+    epsilon: float = 1e-6
+    rotary_scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls, stack: LayerStack, *, first_layers: int = 0, states: tuple[int, ...] = (), width: float = 1.0
+    ) -> HeadShape:
+        """As wide as one of the model's own layers, or a share of that."""
+        config = stack.config
+        heads = int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        groups = int(getattr(config, "num_key_value_heads", None) or heads)
+        neurons = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        return cls(
+            hidden=stack.hidden_size,
+            heads=heads,
+            key_value_heads=groups,
+            head_size=size,
+            neurons=max(1, int(width * neurons)),
+            first_layers=first_layers,
+            states=states or outer_states(stack.num_layers),
+            epsilon=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        )
+
+    def check(self, stack: LayerStack) -> None:
+        if self.hidden != stack.hidden_size or max(self.states) >= stack.num_layers:
+            raise PlanMismatchError(
+                f"the plan's draft head is for a model of hidden size {self.hidden} and more than {max(self.states)} "
+                f"layers, but this one has {stack.hidden_size} and {stack.num_layers}"
+            )
+
+
+def outer_states(num_layers: int) -> tuple[int, ...]:
+    """A low layer, a middle one and the last: what a head learns most from."""
+    return tuple(sorted({min(1, num_layers - 1), max(0, num_layers // 2 - 1), num_layers - 1}))
+
+
+def portable_states(num_layers: int) -> tuple[int, ...]:
+    """Those that engines take for EAGLE-3 unless told otherwise: what goes into layers 2, n // 2 and n - 3."""
+    return 1, num_layers // 2 - 1, num_layers - 4
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(state, (state.shape[-1],), self.weight.to(state.dtype), self.epsilon)
+
+
+class DraftHead(nn.Module):
+    """The layer. `frequencies`: of the rotary embedding. `vocabulary`: the tokens that it can say, ascending."""
+
+    frequencies: torch.Tensor
+    vocabulary: torch.Tensor
+
+    def __init__(self, shape: HeadShape, frequencies: torch.Tensor, vocabulary: torch.Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.right = 0.6  # how often its drafts are right, as far as is known
+        hidden, size = shape.hidden, shape.head_size
+        self.fc = nn.Linear(len(shape.states) * hidden, hidden, bias=False)
+        self.join = nn.Linear(hidden, hidden, bias=False) if shape.first_layers else None
+        self.token_norm = RMSNorm(hidden, shape.epsilon)
+        self.state_norm = RMSNorm(hidden, shape.epsilon)
+        self.query = nn.Linear(2 * hidden, shape.heads * size, bias=False)
+        self.key = nn.Linear(2 * hidden, shape.key_value_heads * size, bias=False)
+        self.value = nn.Linear(2 * hidden, shape.key_value_heads * size, bias=False)
+        self.output = nn.Linear(shape.heads * size, hidden, bias=False)
+        self.mlp_norm = RMSNorm(hidden, shape.epsilon)
+        self.gate = nn.Linear(hidden, shape.neurons, bias=False)
+        self.up = nn.Linear(hidden, shape.neurons, bias=False)
+        self.down = nn.Linear(shape.neurons, hidden, bias=False)
+        self.norm = RMSNorm(hidden, shape.epsilon)
+        self.register_buffer("frequencies", frequencies.float())
+        self.register_buffer("vocabulary", vocabulary.long())
+
+    @classmethod
+    def new(cls, stack: LayerStack, shape: HeadShape, vocabulary: torch.Tensor) -> DraftHead:
+        """Untrained: the layer adds next to nothing yet, and the last norm is the model's own."""
+        size, device = shape.head_size, stack.model.device
+        found = _rotary(stack)
+        plain = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+        usable = found is not None and 2 * len(found[0]) == size
+        frequencies, scale = found if found is not None and usable else (plain, 1.0)
+        head = cls(replace(shape, rotary_scale=scale), frequencies.cpu(), vocabulary.cpu())
+        for matrix in (head.output, head.down):
+            nn.init.normal_(matrix.weight, std=1e-3)
+        last = final_norm(stack)
+        if last is not None:
+            head.norm.weight.data.copy_(last)
+        return head.to(device)
+
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """The full model's states of a position, (…, states · hidden), as one."""
+        joined: torch.Tensor = self.fc(states)
+        return joined
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> KeysAndValues:
+        """Cosine and sine for positions (rows, tokens): (rows, 1, tokens, size)."""
+        angles = positions[:, None, :, None].float() * self.frequencies
+        both = torch.cat([angles, angles], dim=-1)
+        scale = self.shape.rotary_scale
+        return (both.cos() * scale).to(dtype), (both.sin() * scale).to(dtype)
+
+    def project(
+        self, tokens: torch.Tensor, before: torch.Tensor, angles: KeysAndValues
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values (rows, heads, tokens, size) of tokens and the states of the positions before them."""
+        both = torch.cat([self.token_norm(tokens), self.state_norm(before)], dim=-1)
+        query, key, value = (self._split(part(both)) for part in (self.query, self.key, self.value))
+        return _turned(query, angles), _turned(key, angles), value
+
+    def finish(self, tokens: torch.Tensor, before: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """The head's own state of each token, from what attention found, (rows, heads, tokens, size)."""
+        state = before if self.join is None else before + self.join(tokens)
+        state = state + self.output(mixed.transpose(1, 2).flatten(2))
+        normal = self.mlp_norm(state)
+        said: torch.Tensor = state + self.down(functional.silu(self.gate(normal)) * self.up(normal))
+        return said
+
+    def _split(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(*flat.shape[:2], -1, self.shape.head_size).transpose(1, 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Read by one draft, besides its rows of the output matrix."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
+
+    def save(self, file: Path) -> Path:
+        from safetensors.torch import save
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        tensors["vocabulary"] = tensors["vocabulary"].to(torch.int32)
+        about = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "shape": json.dumps(asdict(self.shape)),
+            "right": str(self.right),
+        }
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return write_whole(file, save(tensors, about))
+        except OSError as error:
+            raise DepthDecayError(f"the draft head cannot be written to {file}: {error.strerror or error}") from None
+
+    @classmethod
+    def load(cls, file: Path) -> DraftHead:
+        from safetensors import safe_open
+
+        try:
+            with safe_open(file, "pt") as content:
+                about: dict[str, Any] = content.metadata() or {}
+                if about.get("format") != _FORMAT or about.get("version") != _VERSION:
+                    raise DepthDecayError(f"{file} is no draft head that this release reads")
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            head = cls._of(json.loads(about["shape"]), tensors, file)
+            head.right = min(max(float(about["right"]), 0.0), 1.0)
+            return head
+        except DepthDecayError:
+            raise
+        except FileNotFoundError:
+            raise DepthDecayError(f"the plan's draft head is missing: there is no {file}") from None
+        except Exception as error:
+            raise DepthDecayError(f"{file} cannot be read as a draft head: {one_line(error)}") from None
+
+    @classmethod
+    def _of(cls, shape: Mapping[str, Any], tensors: dict[str, torch.Tensor], file: Path) -> DraftHead:
+        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+            raise DepthDecayError(f"{file} holds numbers that are not finite")
+        with torch.device("meta"):
+            head = cls(
+                HeadShape(**{**shape, "states": tuple(shape["states"])}),
+                torch.empty(tensors["frequencies"].shape),
+                torch.empty(tensors["vocabulary"].shape),
+            )
+        tensors["vocabulary"] = tensors["vocabulary"].long()
+        head.load_state_dict(tensors, assign=True)
+        return head.requires_grad_(False)
+
+
+def _turned(heads: torch.Tensor, angles: KeysAndValues) -> torch.Tensor:
+    cosine, sine = angles
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosine + torch.cat([-second, first], dim=-1) * sine
+
+
+def _rotary(stack: LayerStack) -> tuple[torch.Tensor, float] | None:
+    """The frequencies of the model's rotary embedding and the scale of its angles; None where it has no plain one."""
+    for module in stack.model.modules():
+        frequencies = getattr(module, "inv_freq", None)
+        if isinstance(frequencies, torch.Tensor) and frequencies.dim() == 1:
+            return frequencies.detach().float(), float(getattr(module, "attention_scaling", 1.0))
+    return None
+
+
+def head_of(plan: Plan) -> DraftHead | None:
+    """What lies beside a loaded plan; None for a plan that has no learned drafter."""
+    if plan.draft_head is None:
+        return None
+    if plan.folder is None:
+        raise DepthDecayError("this plan's draft head lies in a file, but the plan was not loaded from one")
+    return DraftHead.load(plan.folder / plan.draft_head)
+
+
+def final_norm(stack: LayerStack) -> torch.Tensor | None:
+    """The weight of the norm behind the last layer, where it is one that only scales."""
+    norm = getattr(stack.owner, "norm", None)
+    if norm is None or not type(norm).__name__.endswith("RMSNorm"):
+        return None
+    with torch.no_grad():  # asked and not read: some models keep the weight less one
+        weight: torch.Tensor = norm(torch.ones(stack.hidden_size, device=stack.model.device, dtype=stack.model.dtype))
+    return weight

@@ -1,0 +1,165 @@
+"""A draft head at work on one text: its own keys and values, and the verified states that it has yet to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.nn import functional
+
+from depthdecay.model.layers import LayerStack
+from depthdecay.plan.plan import Plan
+from depthdecay.speculative.draft_head import DraftHead
+
+FirstLayers = Callable[[int, int], torch.Tensor]  # of a token at a position: its state, (1, hidden)
+
+GROWTH = 256  # positions that room is made for at a time
+LONGEST_READ = 1024  # positions of a prompt that are read at once: their scores are held for all heads
+
+
+class PlacedHead:
+    """A head beside a model: in its place and precision, with rows of its output matrix."""
+
+    def __init__(self, head: DraftHead, stack: LayerStack) -> None:
+        head.shape.check(stack)
+        matrix = stack.model.get_output_embeddings()
+        self.stack = stack
+        self.embedding = stack.model.get_input_embeddings()
+        self.head = head.to(device=matrix.weight.device, dtype=matrix.weight.dtype)
+        self.head.frequencies = head.frequencies.float()  # positions times these need all their digits
+        self.weight = matrix.weight.detach()[self.head.vocabulary]
+        self.bias = None if matrix.bias is None else matrix.bias.detach()[self.head.vocabulary]
+        self.full_vocabulary = matrix.weight.shape[0]
+        count = head.shape.first_layers
+        self.first_layers = Plan.early_exit(
+            stack.num_layers, max(1, count)
+        )  # of which passes that it builds on are made
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Layers behind which passes must hand out their states."""
+        first = self.head.shape.first_layers
+        return tuple(sorted({*self.head.shape.states, *([first - 1] if first else [])}))
+
+    @property
+    def nbytes(self) -> int:
+        """Read by one draft."""
+        return self.head.nbytes + self.weight.numel() * self.weight.element_size()
+
+    def is_for(self, stack: LayerStack) -> bool:
+        """Whether it is still where the model is, and in its precision."""
+        weight = stack.model.get_output_embeddings().weight
+        return weight.device == self.weight.device and weight.dtype == self.weight.dtype
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.head.norm(states), self.weight, self.bias)
+
+
+class HeadText:
+    """One text. Position j is that of token x_j, read beside the full model's states of position j - 1.
+
+    What was read behind the last verified position is read anew once its verified states are there.
+    """
+
+    def __init__(self, placed: PlacedHead, first_layers: FirstLayers | None = None) -> None:
+        """`first_layers`: runs a token through the model's first layers, for a head that builds on them."""
+        self.placed = placed
+        self.head = placed.head
+        self.first_layers = first_layers
+        self.keys: torch.Tensor | None = None  # (1, heads, positions, size)
+        self.values: torch.Tensor | None = None
+        self.length = 1  # the next position whose keys are to be written; position 0 has no state before it
+        self.tokens: list[int] = []  # from that position on, each with the verified state before it
+        self.before: list[torch.Tensor] = []  # of those states, joined: (tokens, hidden) each
+        self.first: list[torch.Tensor] = []  # what the first layers made of those tokens, all but the last
+        self.state: torch.Tensor | None = None  # the head's own, of the last draft
+
+    def verified(self, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
+        """Tokens that are certain now, each with the full model's states of the position before it."""
+        shape, count, dtype = self.head.shape, len(tokens), self.placed.weight.dtype
+        joined = torch.cat([states[layer][:count] for layer in shape.states], dim=-1)
+        self.before.append(self.head.joined(joined.to(dtype)))
+        if shape.first_layers:
+            known = 0 if self.tokens else 1  # whether the token before was read already, by its draft
+            self.first.append(states[shape.first_layers - 1][known:count].to(dtype))
+        self.tokens += tokens
+
+    def read(self) -> None:
+        """Catch up with what is certain, but for the last token, which the next draft begins with."""
+        while len(self.tokens) > 1:
+            self._step(min(len(self.tokens) - 1, LONGEST_READ))
+
+    def draft(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits (1, draft vocabulary) behind this window's tokens so far, the last certain one left out."""
+        if not tokens:
+            while len(self.tokens) > LONGEST_READ:
+                self._step(LONGEST_READ)
+            self.state = self._step(len(self.tokens))
+        else:
+            assert self.state is not None
+            position = self.length + len(tokens) - 1
+            self.state = self._run(self._given(tokens[-1:], position), self.state, position)
+        return self.placed.logits(self.state[:, -1])
+
+    def _step(self, count: int) -> torch.Tensor:
+        """Read the first certain tokens for good."""
+        before = torch.cat(self.before)
+        given = self._given(self.tokens[:count], self.length)
+        state = self._run(given, before[None, :count], self.length)[:, -1:]
+        self.length += count
+        self.tokens = self.tokens[count:]
+        self.before = [before[count:]] if self.tokens else []
+        return state
+
+    def _given(self, tokens: Sequence[int], position: int) -> torch.Tensor:
+        """What the head is told of consecutive tokens: embeddings, or what the first layers make of them."""
+        dtype = self.placed.weight.dtype
+        if self.first_layers is None:
+            ids = torch.tensor([tokens], device=self.placed.weight.device)
+            embedded: torch.Tensor = self.placed.embedding(ids)
+            return embedded.to(dtype)
+        known = torch.cat(self.first) if self.first else None
+        have = 0 if known is None else min(len(known), len(tokens))
+        rows = [] if known is None else [known[:have]]
+        self.first = [] if known is None or have == len(known) else [known[have:]]
+        rows += [
+            self.first_layers(token, position + place).to(dtype) for place, token in enumerate(tokens[have:], have)
+        ]
+        return torch.cat(rows)[None]
+
+    def _run(self, given: torch.Tensor, before: torch.Tensor, position: int) -> torch.Tensor:
+        """The head over consecutive positions, whose keys and values it writes."""
+        head, device, count = self.head, before.device, given.shape[1]
+        end = position + count
+        self._make_room(end, before)
+        assert self.keys is not None
+        assert self.values is not None
+        angles = head.angles(torch.arange(position, end, device=device)[None], before.dtype)
+        query, key, value = head.project(given, before, angles)
+        self.keys[:, :, position:end], self.values[:, :, position:end] = key, value
+        mask = None
+        if count > 1:
+            places = torch.arange(1, end, device=device)
+            mask = places[None, :] <= torch.arange(position, end, device=device)[:, None]
+        seen = slice(1, end)
+        mixed = functional.scaled_dot_product_attention(
+            query, self.keys[:, :, seen], self.values[:, :, seen], mask, enable_gqa=True
+        )
+        return head.finish(given, before, mixed)
+
+    def _make_room(self, positions: int, like: torch.Tensor) -> None:
+        shape = self.head.shape
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if positions <= held:
+            return
+        room = max(positions, held * 3 // 2) + GROWTH
+        for name in ("keys", "values"):
+            new = like.new_zeros((1, shape.key_value_heads, room, shape.head_size))
+            old = getattr(self, name)
+            if old is not None:
+                new[:, :, :held] = old
+            setattr(self, name, new)
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self.keys is None else 2 * self.keys.numel() * self.keys.element_size()
