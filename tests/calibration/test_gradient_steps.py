@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_best_is_kept_and_not_the_last() -> None:
 def test_what_was_there_is_kept_where_no_step_helps() -> None:
     values = nn.Parameter(torch.ones(1))
     descend([values], lambda step: values.sum(), lambda: float((values - 1).abs()), StepSettings(10, rate=0.1))
-    assert float(values) == 1
+    assert values.item() == 1
 
 
 def test_a_loss_that_is_not_finite_ends_it_with_the_best_so_far() -> None:
@@ -90,6 +91,40 @@ def test_an_interrupt_leaves_the_best_in_place() -> None:
     with pytest.raises(KeyboardInterrupt):
         descend([values], loss_of, lambda: float(loss_of(0)), StepSettings(100, rate=0.1, judgements=10), told)
     assert 0 < float(loss_of(0)) < 5
+
+
+class TestGoingOn:
+    SETTINGS = StepSettings(40, rate=0.1, judgements=8)
+
+    def descend(self, file: Path, until: int = 1000) -> torch.Tensor:
+        values = nn.Parameter(torch.zeros(2))
+
+        def loss_of(step: int) -> torch.Tensor:
+            return (values - WANTED - 0.1 * step % 3).pow(2).sum()
+
+        def told(progress: Progress) -> None:
+            if progress.step == until:
+                raise KeyboardInterrupt
+
+        descend([values], loss_of, lambda: float((values - WANTED).pow(2).sum()), self.SETTINGS, told, file)
+        return values.detach()
+
+    def test_as_if_it_had_never_been_interrupted(self, tmp_path: Path) -> None:
+        whole = self.descend(tmp_path / "whole")
+        with pytest.raises(KeyboardInterrupt):
+            self.descend(tmp_path / "halves", until=23)
+        assert torch.equal(self.descend(tmp_path / "halves"), whole)
+
+    @pytest.mark.parametrize("damage", ["garbage", "other settings"])
+    def test_what_does_not_fit_is_begun_anew(self, tmp_path: Path, damage: str) -> None:
+        whole = self.descend(tmp_path / "whole")
+        file = tmp_path / "halves"
+        with pytest.raises(KeyboardInterrupt):
+            self.descend(file, until=23)
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(b"nothing" if damage == "garbage" else content.replace(b"rate=0.1", b"rate=0.9"))
+        assert torch.equal(self.descend(file), whole)
 
 
 @pytest.mark.parametrize("at_once", [3, 7, 100])

@@ -7,10 +7,12 @@ up, when the user interrupts, or when a loss is no longer a finite number.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.files import write_whole
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,20 +78,26 @@ class _NotFinite(Exception):
     pass
 
 
+_KEPT = ("value", "best", "first_mean", "second_mean")
+
+
 def descend(
     parameters: Sequence[nn.Parameter],
     loss_of: Callable[[int], torch.Tensor],
     judge: Callable[[], float],
     settings: StepSettings,
     told: Callable[[Progress], None] = lambda progress: None,
+    file: Path | None = None,
 ) -> Learned:
     """Take steps down `loss_of(step)`, and leave in `parameters` what `judge` found best.
+
+    `file`: where the descent stands is kept there after each judgement, and one that was interrupted goes on.
 
     `loss_of` picks its batch by the number of the step, so that a seed gives the same result each time. `judge`: the
     loss on text that no step sees; what the parameters start with is judged too, so the result is never worse. What
     ends the descent early is told by `Learned.ended`; a KeyboardInterrupt is raised again, with the best in place.
     """
-    loop = _Descent(parameters, loss_of, judge, settings, told)
+    loop = _Descent(parameters, loss_of, judge, settings, told, file)
     try:
         loop.run()
     finally:
@@ -104,12 +113,14 @@ class _Descent:
         judge: Callable[[], float],
         settings: StepSettings,
         told: Callable[[Progress], None],
+        file: Path | None,
     ) -> None:
         self.parameters = list(parameters)
         self.loss_of = loss_of
         self.judge = judge
         self.settings = settings
         self.told = told
+        self.file = file
         self.learned = Learned()
         self.kept = [parameter.detach().clone() for parameter in self.parameters]
         self.started = time.monotonic()
@@ -125,13 +136,16 @@ class _Descent:
 
     def run(self) -> None:
         settings = self.settings
-        try:
-            self._judge(0, math.nan)
-        except _NotFinite:
-            raise DepthDecayError("the loss is not a finite number from the start; try dtype fp32 or bf16") from None
+        step = self._resumed()
+        if step == 0:
+            try:
+                self._judge(0, math.nan)
+            except _NotFinite:
+                raise DepthDecayError(
+                    "the loss is not a finite number from the start; try dtype fp32 or bf16"
+                ) from None
         every = max(1, settings.steps // max(1, settings.judgements))
         losses: list[float] = []
-        step = 0
         try:
             while step < settings.steps and self.seconds <= settings.seconds:
                 losses.append(self._step(step))
@@ -140,6 +154,7 @@ class _Descent:
                 if step % every == 0:
                     self._judge(step, sum(losses) / len(losses))
                     losses.clear()
+                    self._keep(step)
             if losses:
                 self._judge(step, sum(losses) / len(losses))
             if step < settings.steps:
@@ -188,6 +203,59 @@ class _Descent:
         with torch.no_grad():
             for parameter, kept in zip(self.parameters, self.kept, strict=True):
                 parameter.copy_(kept)
+
+    def _keep(self, step: int) -> None:
+        """Write down where the descent stands: parameters, the best so far, the optimizer's two means."""
+        if self.file is None:
+            return
+        from safetensors.torch import save
+
+        tensors: dict[str, torch.Tensor] = {}
+        for number, (parameter, kept) in enumerate(zip(self.parameters, self.kept, strict=True)):
+            state = self.optimizer.state[parameter]
+            parts = (parameter.detach(), kept, state["exp_avg"], state["exp_avg_sq"])
+            tensors |= {f"{number}.{name}": part.cpu().clone() for name, part in zip(_KEPT, parts, strict=True)}
+        about = {"step": step, "seconds": self.seconds, "learned": self.learned.to_dict()}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.file, save(tensors, {"about": json.dumps(about), "settings": repr(self.settings)}))
+        except OSError as error:
+            raise DepthDecayError(f"cannot write to {self.file.parent}: {error.strerror or error}") from None
+
+    def _resumed(self) -> int:
+        """The step to go on with; 0 where nothing that fits was kept."""
+        from safetensors import SafetensorError, safe_open
+
+        if self.file is None or not self.file.exists():
+            return 0
+        try:
+            with safe_open(self.file, "pt") as content:
+                about = content.metadata() or {}
+                if about.get("settings") != repr(self.settings):
+                    return 0
+                parts = [
+                    [content.get_tensor(f"{number}.{name}") for name in _KEPT] for number in range(len(self.parameters))
+                ]
+                told = json.loads(about["about"])
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return 0
+        if [part[0].shape for part in parts] != [parameter.shape for parameter in self.parameters]:
+            return 0
+        for number, (parameter, (value, kept, first, second)) in enumerate(zip(self.parameters, parts, strict=True)):
+            device = parameter.device
+            with torch.no_grad():
+                parameter.copy_(value)
+            self.kept[number] = kept.to(device)
+            step = torch.tensor(float(told["step"]))
+            self.optimizer.state[parameter] = {
+                "step": step,
+                "exp_avg": first.to(device),
+                "exp_avg_sq": second.to(device),
+            }
+        curve = [Judged(**point) for point in told["learned"]["curve"]]
+        self.learned = Learned(curve, told["learned"]["best"])
+        self.started -= told["seconds"]
+        return int(told["step"])
 
 
 def kl_divergence(states: torch.Tensor, logits: Logits, targets: torch.Tensor, target_logits: Logits) -> torch.Tensor:
