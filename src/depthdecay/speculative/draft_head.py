@@ -24,6 +24,7 @@ from depthdecay.model.layers import LayerStack
 from depthdecay.plan.plan import Plan
 
 HEAD_FILE = "draft_head.safetensors"
+PORTABLE_HEAD_FILE = "portable_head.safetensors"  # in the form that other engines load
 _FORMAT, _VERSION = "depthdecay-draft-head", "1"
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, positions, size)

@@ -1,0 +1,277 @@
+"""A drafter for lossless mode that is learned, in minutes, from what the model itself says.
+
+The model's weights stay as they are. Heads that build on more or fewer of its first layers are fitted for a while, and
+the one that promises most, by what its drafts cost and how often they are right on text that it has not seen, is
+fitted on. Beside it one in the form that other engines load is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend
+from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens
+from depthdecay.calibration.head_states import StatesOfTexts, Text, output_matrix
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.devices import free_bytes
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.draft_head import (
+    HEAD_FILE,
+    PORTABLE_HEAD_FILE,
+    DraftHead,
+    HeadShape,
+    outer_states,
+    portable_states,
+)
+from depthdecay.speculative.expected_gain import LONGEST, Pace
+
+Say = Callable[[str], None]
+
+LEAST_TEXTS = 16
+_LEAST_LAYERS = 8  # of a model, for heads that other engines load: they take states from fixed places
+_SHARE_OF_MEMORY = 0.35
+_SHORT_STEPS = 0.15  # of the steps, by which heads are compared
+_VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
+_GUESSED_RIGHT = 0.6  # for choosing a vocabulary, before anything is fitted
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """How much is learned from, and how."""
+
+    epochs: float = 3.0
+    drafts: int = 4  # of a window that is unrolled
+    rows: int = 16
+    longest: int = 512  # tokens of a text
+    rate: float = 4e-4
+    width: float = 1.0  # of a layer's neurons
+    first_layers: tuple[int, ...] = (0, 2, 5)  # of the model, that heads build on
+    most_text: int = 4_000_000  # tokens
+    seed: int = 0
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> DrafterSettings:
+        if device.type == "cuda":
+            return cls()
+        # On a CPU a draft by the model's first layers costs as much as by a head, so no head builds on them.
+        return cls(epochs=4.0, drafts=3, rows=8, longest=320, rate=8e-4, first_layers=(0,))
+
+
+@dataclass
+class LearnedDrafter:
+    """Heads, the best of them first, and what was measured."""
+
+    head: DraftHead
+    portable: DraftHead | None
+    figures: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        self.head.save(folder / HEAD_FILE)
+        if self.portable is not None:
+            self.portable.save(folder / PORTABLE_HEAD_FILE)
+
+
+class DrafterLesson:
+    """One model, its texts, and the heads that are fitted to them."""
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        texts: Sequence[tuple[Text, str]],
+        settings: DrafterSettings | None = None,
+        *,
+        seconds: float = math.inf,
+        folder: Path | None = None,
+        say: Say = lambda message: None,
+    ) -> None:
+        """`texts`: each with its kind. `seconds`: for all of it. `folder`: for what an interrupted run leaves."""
+        output_matrix(stack)  # refused at once where there is none that heads can speak by
+        self.stack, self.say, self.folder = stack, say, folder
+        self.settings = DrafterSettings.for_device(stack.model.device) if settings is None else settings
+        self.ends = time.monotonic() + seconds
+        self.seconds = seconds
+        shuffled = [text for text in texts if len(text[0][0]) + len(text[0][1]) > self.settings.drafts + 2]
+        if len(shuffled) < LEAST_TEXTS:
+            raise DepthDecayError(
+                f"{len(shuffled)} texts are too few to learn a drafter from; give at least {LEAST_TEXTS}"
+            )
+        Random(self.settings.seed).shuffle(shuffled)
+        held = max(4, min(256, len(shuffled) // 16))
+        self.held_out, self.select, self.fit = shuffled[:held], shuffled[held : 2 * held], shuffled[2 * held :]
+        self.room = int(_SHARE_OF_MEMORY * free_bytes(stack.model.device))
+
+    def learn(self) -> LearnedDrafter:
+        started = time.monotonic()
+        layers, settings = self.stack.num_layers, self.settings
+        shapes = [
+            HeadShape.of(self.stack, first_layers=first, states=outer_states(layers), width=settings.width)
+            for first in settings.first_layers
+            if first < layers
+        ]
+        tried: list[dict[str, Any]] = []
+        best = shapes[0]
+        if len(shapes) > 1:
+            short = [self._fitted(shape, _SHORT_STEPS, 0.1) for shape in shapes]
+            tried = [fitted.told for fitted in short]
+            best = max(zip(short, shapes, strict=True), key=lambda pair: pair[0].gain)[1]
+        exports = best.first_layers == 0 and layers >= _LEAST_LAYERS
+        fitted = self._fitted(best, 1.0, 0.5 if exports else 0.9)
+        portable = None
+        if layers >= _LEAST_LAYERS:
+            shape = HeadShape.of(self.stack, states=portable_states(layers), width=settings.width)
+            portable = self._fitted(shape, 1.0, 1.0)
+            if portable.gain > fitted.gain:
+                fitted = portable
+        figures = {
+            "texts": len(self.fit) + len(self.select) + len(self.held_out),
+            "settings": asdict(settings),
+            "seconds": round(time.monotonic() - started, 1),
+            "tried": tried,
+            "head": fitted.told,
+            "portable_head": None if portable is None else portable.told,
+        }
+        return LearnedDrafter(fitted.head, None if portable is None else portable.head, figures)
+
+    def _fitted(self, shape: HeadShape, share: float, time_share: float) -> _Fitted:
+        """A head of this shape, fitted by this share of all steps, within a share of the time that is left."""
+        settings = self.settings
+        seconds = max(1.0, (self.ends - time.monotonic()) * time_share) if math.isfinite(self.seconds) else math.inf
+        name = f"a head on {shape.first_layers} layers" if shape.first_layers else "a head"
+        name += " for other engines" if shape.states != outer_states(self.stack.num_layers) else ""
+        fit = self._states(shape, [text for text, _ in self.fit], f"{name}: reading texts")
+        select = self._states(shape, [text for text, _ in self.select], "")
+        vocabulary = self._vocabulary(fit)
+        torch.manual_seed(settings.seed)
+        head = DraftHead.new(self.stack, shape, vocabulary).float()
+        fitting = HeadFit(self.stack, head)
+        fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
+        closed_form = fitting.judge(select, settings.drafts)
+        steps = max(8, int(settings.epochs * share * len(fit)))
+        order = [number for epoch in range(-(-steps // len(fit))) for number in self._order(len(fit), epoch)]
+
+        def told(progress: Progress) -> None:
+            if progress.step % max(1, steps // 50) == 0 or progress.step == steps:
+                self.say(
+                    f"fitting {name}: step {progress.step} of {steps}, loss {progress.loss:.3f}, "
+                    f"about {progress.seconds_left:.0f} s left"
+                )
+
+        file = None if self.folder is None else self.folder / f"head-{shape.first_layers}-{shape.states[-1]}-{steps}"
+        learned = descend(
+            list(head.parameters()),
+            lambda step: fitting.loss(fit.batch(order[step]), settings.drafts),
+            lambda: fitting.judge(select, settings.drafts).kl,
+            StepSettings(steps, seconds=seconds, rate=settings.rate),
+            told,
+            file,
+        )
+        head.requires_grad_(False)
+        judged = self._judged(shape, fitting)
+        head.right = judged["all"].right[0]
+        cost = self._cost(head)
+        gain = self._gain(judged["all"], cost)
+        self.say(
+            f"{name}: {judged['all'].right[0]:.1%} of first drafts right on text that it has not seen, "
+            f"{judged['all'].tokens_a_window:.2f} tokens a window, expected {gain:.2f}x"
+        )
+        return _Fitted(head, gain, _told(shape, fit, learned, closed_form, judged, cost, gain, len(vocabulary)))
+
+    def _order(self, batches: int, epoch: int) -> list[int]:
+        return Random(f"{self.settings.seed} {epoch}").sample(range(batches), batches)
+
+    def _states(self, shape: HeadShape, texts: Sequence[Text], title: str) -> StatesOfTexts:
+        def told(done: int, total: int) -> None:
+            if title and done % max(1, total // 20) == 0:
+                self.say(f"{title}, {done} of {total} batches")
+
+        settings = self.settings
+        return StatesOfTexts(
+            self.stack, shape, texts, rows=settings.rows, longest=settings.longest, room=self.room, told=told
+        )
+
+    def _vocabulary(self, fit: StatesOfTexts) -> torch.Tensor:
+        """The tokens that a head can say: as many as pay, by how often others are needed and what their rows cost."""
+        matrix = output_matrix(self.stack)
+        size, row = matrix.weight.shape[0], matrix.weight.shape[1] * matrix.weight.element_size()
+        whole = sum(self.stack.layer_bytes()) + self.stack.head_bytes()
+        counts = torch.zeros(size, dtype=torch.long)
+        for number in range(0, len(fit), max(1, len(fit) // 64)):
+            batch = fit.batch(number)
+            counts += torch.bincount(batch.likeliest[batch.valid].cpu(), minlength=size)[:size]
+        covered = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
+
+        def rate(tokens: int) -> float:
+            costs = Pace().costs(tokens * row / whole + sum(self.stack.layer_bytes()) / self.stack.num_layers / whole)
+            p = _GUESSED_RIGHT * float(covered[tokens - 1])
+            return costs.rate(p, max(1, costs.best(p, LONGEST)))
+
+        best = max((min(count, size) for count in _VOCABULARIES), key=rate)
+        ends = self.stack.model.generation_config.eos_token_id
+        always = [] if ends is None else torch.tensor(ends).reshape(-1).tolist()
+        return frequent_tokens(fit, best, size, [token for token in always if 0 <= token < size])
+
+    def _judged(self, shape: HeadShape, fitting: HeadFit) -> dict[str, HeadFigures]:
+        """On held-out texts: all of them, and each kind apart."""
+        kinds = sorted({kind for _, kind in self.held_out})
+        groups = {"all": [text for text, _ in self.held_out]}
+        if len(kinds) > 1:
+            groups |= {kind: [text for text, own in self.held_out if own == kind] for kind in kinds}
+        return {
+            name: fitting.judge(self._states(shape, texts, ""), self.settings.drafts) for name, texts in groups.items()
+        }
+
+    def _cost(self, head: DraftHead) -> float:
+        """Of a draft, in full-depth steps: by the bytes that it reads."""
+        matrix = output_matrix(self.stack)
+        size = matrix.weight.element_size()
+        own = sum(parameter.numel() for parameter in head.parameters()) * size
+        rows = len(head.vocabulary) * matrix.weight.shape[1] * size
+        first = sum(self.stack.layer_bytes()[: head.shape.first_layers])
+        return (own + rows + first) / (sum(self.stack.layer_bytes()) + self.stack.head_bytes())
+
+    def _gain(self, figures: HeadFigures, cost: float) -> float:
+        """The best expected speed-up, by windows whose later drafts are right less often."""
+        pace = Pace()
+        best, tokens, sure = 1.0, 1.0, 1.0
+        for drafts, right in enumerate(figures.right, 1):
+            sure *= right
+            tokens += sure
+            best = max(best, tokens / (drafts * cost + pace.verify(drafts + 1)))
+        return best
+
+
+@dataclass
+class _Fitted:
+    head: DraftHead
+    gain: float
+    told: dict[str, Any]
+
+
+def _told(
+    shape: HeadShape,
+    fit: StatesOfTexts,
+    learned: Learned,
+    closed_form: HeadFigures,
+    judged: dict[str, HeadFigures],
+    cost: float,
+    gain: float,
+    vocabulary: int,
+) -> dict[str, Any]:
+    return {
+        "shape": asdict(replace(shape)),
+        "vocabulary": vocabulary,
+        "tokens_fitted_on": fit.tokens,
+        "closed_form": asdict(closed_form),
+        "learned": learned.to_dict(),
+        "held_out": {name: asdict(figures) for name, figures in judged.items()},
+        "cost_of_a_draft": cost,
+        "expected_speedup": gain,
+    }

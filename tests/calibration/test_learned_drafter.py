@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LAYERS, VOCABULARY, tiny_model
+
+import depthdecay as dd
+from depthdecay.calibration.head_states import StatesOfTexts
+from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE, HeadShape, portable_states
+
+SETTINGS = DrafterSettings(epochs=12, drafts=3, rows=8, longest=48, rate=2e-3, first_layers=(0, 1))
+
+
+def own_texts(model: Any, count: int = 160) -> list[Any]:
+    """Greedy answers to random prompts."""
+    draw = Random(0)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(6)] for _ in range(count)]
+    answers = dd.Engine(model).generate(prompts, 24, mode="full", eos_token_id=-1)
+    return [
+        ((p, r.token_ids), "own" if n % 3 else "given") for n, (p, r) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def texts(model: Any) -> list[Any]:
+    return own_texts(model)
+
+
+def test_a_head_learns_what_the_model_says(model: Any, texts: list[Any], tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lines: list[str] = []
+    drafter = DrafterLesson(LayerStack.of(model), texts, SETTINGS, say=lines.append).learn()
+    told = drafter.figures["head"]
+    assert told["held_out"]["all"]["right"][0] > told["closed_form"]["right"][0]
+    assert told["learned"]["best"] < told["learned"]["curve"][0]["judged_loss"]
+    assert {"all", "own", "given"} == set(told["held_out"])
+    assert len(drafter.figures["tried"]) == 2
+    assert any("expected" in line for line in lines)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    drafter.save(tmp_path)
+    assert (tmp_path / HEAD_FILE).exists()
+    assert drafter.portable is not None
+    assert drafter.portable.shape.states == portable_states(LAYERS)
+    assert drafter.portable.shape.first_layers == 0
+    assert (tmp_path / PORTABLE_HEAD_FILE).exists()
+    engine = dd.Engine(model, draft_head=drafter.head)
+    prompt = texts[0][0][0]
+    answer = engine.generate([prompt], 40, mode="lossless", lookup=0)[0]
+    assert answer.token_ids == dd.Engine(model).generate([prompt], 40, mode="full")[0].token_ids
+
+
+def test_the_same_seed_gives_the_same_head_also_in_two_goes(model: Any, texts: list[Any], tmp_path: Path) -> None:
+    settings = DrafterSettings(epochs=4, drafts=2, rows=8, longest=48, first_layers=(0,))
+    stack = LayerStack.of(model)
+    whole = DrafterLesson(stack, texts, settings).learn()
+
+    def interrupt(line: str) -> None:
+        if "step 20 " in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        DrafterLesson(stack, texts, settings, folder=tmp_path, say=interrupt).learn()
+    halves = DrafterLesson(stack, texts, settings, folder=tmp_path).learn()
+    for name, tensor in whole.head.state_dict().items():
+        assert torch.equal(tensor, halves.head.state_dict()[name]), name
+
+
+def test_no_time_leaves_the_closed_form(model: Any, texts: list[Any]) -> None:
+    settings = DrafterSettings(epochs=4, drafts=2, rows=8, longest=48, first_layers=(0,))
+    drafter = DrafterLesson(LayerStack.of(model), texts, settings, seconds=0.0).learn()
+    assert "the time was up" in drafter.figures["head"]["learned"]["ended"]
+
+
+def test_too_little_text_is_told(model: Any, texts: list[Any]) -> None:
+    with pytest.raises(DepthDecayError, match="3 texts are too few"):
+        DrafterLesson(LayerStack.of(model), texts[:3], SETTINGS)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_states_are_the_same_kept_or_read_anew(architecture: str) -> None:
+    model = tiny_model(architecture)
+    stack = LayerStack.of(model)
+    shape = HeadShape.of(stack, first_layers=1)
+    texts = [([5, 6, 7], [8, 9]), ([10, 11], [12, 13, 14, 15])]
+    kept, anew = (StatesOfTexts(stack, shape, texts, rows=2, longest=5, room=room) for room in (2**30, 0))
+    for part in ("tokens", "states", "said", "likeliest", "valid", "answers"):
+        assert torch.equal(getattr(kept.batch(0), part), getattr(anew.batch(0), part))
+    batch = kept.batch(0)
+    with torch.no_grad():  # by the longest text, whose prompt was cut to fit
+        logits = model(torch.tensor([[11, 12, 13, 14, 15]]), use_cache=False).logits
+    assert torch.equal(batch.likeliest[1], logits[0].argmax(-1))
