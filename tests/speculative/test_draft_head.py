@@ -8,36 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from draft_heads import random_head, states_of
 from tiny_models import LAYERS, VOCABULARY, tiny_model
 
 import depthdecay as dd
 from depthdecay.calibration.head_fit import HeadFit
 from depthdecay.calibration.head_states import StatesOfTexts
 from depthdecay.errors import DepthDecayError, PlanMismatchError
-from depthdecay.model.layers import LayerPass, LayerStack
+from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import HEAD_FILE, DraftHead, HeadShape, outer_states
 from depthdecay.speculative.expected_gain import LEARNED
 from depthdecay.speculative.head_text import HeadText, PlacedHead
 
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 23]
 TEXT = [*PROMPT, 7, 12, 93, 4, 55, 31, 8, 70]
-
-
-def random_head(model: Any, first_layers: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> DraftHead:
-    torch.manual_seed(seed)
-    stack = LayerStack.of(model)
-    head = DraftHead.new(stack, HeadShape.of(stack, first_layers=first_layers), torch.arange(vocabulary))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return head.requires_grad_(False)
-
-
-def states_of(stack: LayerStack, tokens: list[int], layers: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    layer_pass = LayerPass(asked=layers)
-    with torch.no_grad(), stack.routed(layer_pass):
-        stack.model(input_ids=torch.tensor([tokens]), use_cache=False)
-    return {layer: state[0] for layer, state in layer_pass.states.items()}
 
 
 @pytest.mark.parametrize("first_layers", [0, 2])

@@ -333,7 +333,7 @@ class PassGraphs:
         mask: torch.Tensor = self.as_few_kernels(whole_mask)(padding, columns)
         return mask
 
-    def as_few_kernels(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def as_few_kernels(self, plain: Callable[..., Any], rows: Rows = "one") -> Callable[..., Any]:
         """Compiled wherever layers are: generated kernels are safe to overlap only if they are made in that place."""
         inside = self.layer_pass.run_layer is not None
-        return self.graphs.compiled.function(plain) if inside and self.graphs.compiled is not None else plain
+        return self.graphs.compiled.function(plain, rows=rows) if inside and self.graphs.compiled is not None else plain

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from depthdecay.cuda.chain_head import ChainHead
 from depthdecay.cuda.pass_graphs import Captured, PassGraphs, apart
 from depthdecay.model.kv_cache import bucket_for, room_for
 from depthdecay.patches import replaced
-from depthdecay.runners.contract import Ask, Part
+from depthdecay.runners.contract import PLAIN, Ask, Part
 from depthdecay.speculative.accept import count_right_on_device
-from depthdecay.speculative.expected_gain import LONGEST, Pace
+from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace
+from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import PIECES, ShortHead, product
 
 # Numbers of tokens that verifications are captured for; a shorter one is padded behind, where nobody looks. On an H200
@@ -96,13 +98,18 @@ class Chain:
     lag = 1  # a draft's confidence is read while the next one runs
     runs_ahead = True
 
-    def __init__(self, passes: PassGraphs, short_head: ShortHead | None, pace: Pace) -> None:
+    def __init__(
+        self, passes: PassGraphs, short_head: ShortHead | None, draft_head: PlacedHead | None, pace: Pace
+    ) -> None:
         """`passes`: of one text, with as much room in every layer as `room_for` says."""
         self.passes = passes
         self.short_head = short_head
         self.pace = pace
         self.window = window = DeviceWindow(passes.tokens.device)
         passes.changing += [window.ids, window.drafted, window.base, window.confidences, window.turn]
+        self.head = None if draft_head is None else ChainHead(draft_head, passes.room)
+        if self.head is not None:
+            passes.changing += self.head.changing
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0
@@ -117,7 +124,7 @@ class Chain:
 
     @property
     def cache_bytes(self) -> int:
-        return self.passes.cache_bytes
+        return self.passes.cache_bytes + (0 if self.head is None else self.head.nbytes)
 
     @property
     def inexact(self) -> str | None:
@@ -127,7 +134,14 @@ class Chain:
         passes = self.passes
         self._arrivals, self._turn = [], 0
         self._underway.clear()
-        return passes.run([Part(0, 0, text, passes.plan.num_layers, passes.plan)]).logits
+        said = passes.run([Part(0, 0, text, passes.plan.num_layers, passes.plan)], self._with_states)
+        if self.head is not None:
+            self.head.begin(text, said.states)
+        return said.logits
+
+    @property
+    def _with_states(self) -> Ask:
+        return PLAIN if self.head is None else Ask(states=self.head.placed.states)
 
     def begin(self, token: int) -> None:
         window = self.window
@@ -145,8 +159,13 @@ class Chain:
     def draft(self, depth: int, step: int) -> None:
         bucket = bucket_for(self._at_most + step + 1)
         key = ("draft", depth, bucket)
+        if depth == LEARNED and self.head is not None:
+            self.head.unused = 0
         if key not in self.passes.graphs.by_key:
-            captured = self.passes.graph(key, depth, bucket, lambda: self._draft(bucket))
+            if depth == LEARNED:
+                captured = self.passes.graph(key, self.passes.plan.num_layers, bucket, lambda: self._by_head(bucket))
+            else:
+                captured = self.passes.graph(key, depth, bucket, lambda: self._draft(bucket))
             if seconds := self._time(captured):
                 self.pace.takes_to_draft(depth, seconds)
         self.passes.graphs.by_key[key].graph.replay()
@@ -161,13 +180,16 @@ class Chain:
     def verify(self, width: int) -> None:
         size = next(size for size in SIZES if size > width)
         bucket = bucket_for(self._at_most + size)
-        key = ("verify", size, bucket)
+        reads = self.head is not None and self.head.reads_along
+        key = ("verify", size, bucket, reads)
         if key not in self.passes.graphs.by_key:
             layers = self.passes.stack.num_layers
-            captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket), tokens=size)
+            captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket, reads), tokens=size)
             if seconds := self._time(captured):
                 self.pace.takes_to_verify(size, seconds)
         self.passes.graphs.by_key[key].graph.replay()
+        if self.head is not None:
+            self.head.unused += 1
         self._underway.append((size, self._now()))
 
     @property
@@ -224,18 +246,50 @@ class Chain:
             if short is not None:
                 undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
             logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, apart(position), ask=ask)[:, -1]
-        rows = None if short is None else short.ids
-        passes.as_few_kernels(take_draft)(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
-        window.confidences_host.copy_(window.confidences, non_blocking=True)
+        self._take_draft(logits, None if short is None else short.ids)
         return logits
 
-    def _verify(self, size: int, bucket: int) -> torch.Tensor:
-        """The full model on the window; what it keeps moves the window on."""
-        window, passes = self.window, self.passes
+    def _by_head(self, bucket: int) -> torch.Tensor:
+        """The same by the learned head, behind those first layers of the model that it builds on."""
+        window, passes, head = self.window, self.passes, self.head
+        assert head is not None
+        position = window.base + window.drafted
+        ids = window.ids.gather(1, window.drafted.unsqueeze(0))
+        count = head.head.shape.first_layers
+        states: Mapping[int, torch.Tensor] = {}
+        if count:
+            passes.layer_pass.dropped, passes.layer_pass.repairs = frozenset(range(count, passes.plan.num_layers)), {}
+            passes.cache.on_device(position, bucket)
+            ask = Ask(states=(count - 1,), logits=False)
+            mask = passes.mask(bucket, position)
+            passes.stack.run(passes.layer_pass, ids, mask, passes.cache, apart(position), ask=ask)
+            states = passes.layer_pass.states
+        logits = head.draft(head.given(ids, states), position, bucket, passes.as_few_kernels)
+        self._take_draft(logits, head.head.vocabulary)
+        return logits
+
+    def _take_draft(self, logits: torch.Tensor, rows: torch.Tensor | None) -> None:
+        window = self.window
+        take = self.passes.as_few_kernels(take_draft)
+        take(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
+        window.confidences_host.copy_(window.confidences, non_blocking=True)
+
+    def _verify(self, size: int, bucket: int, reads: bool) -> torch.Tensor:
+        """The full model on the window; what it keeps moves the window on. A head that `reads` along keeps up."""
+        window, passes, head = self.window, self.passes, self.head
         ids = window.ids[:, :size].clone()
-        logits = passes.several(ids, window.base + window.steps[:size], bucket)
+        positions = window.base + window.steps[:size]
+        logits = passes.several(ids, positions, bucket, self._with_states if reads else PLAIN)
+        before = None
+        if reads and head is not None:
+            states = {layer: state[:, :size] for layer, state in passes.layer_pass.states.items()}
+            before = head.read_window(ids, states, positions, bucket, passes.as_few_kernels)
+        elif head is not None:
+            head.leave_out(positions)
         take_over = passes.as_few_kernels(take_verified)
         said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
         window.answers_host.copy_(window.answers, non_blocking=True)
+        if before is not None and head is not None:
+            head.go_on(before.index_select(1, window.base - positions[:1] - 1))
         return logits

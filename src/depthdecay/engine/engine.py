@@ -382,7 +382,7 @@ class Engine:
         def make_chain() -> Chain:
             room = [Chain.room_for(positions)] * self.stack.num_layers
             passes = PassGraphs(self.stack, self.drafting_plan, self.repairs, self.compiled, batch=1, rooms=room)
-            return Chain(passes, self._short_head, drafting.pace)
+            return Chain(passes, self._short_head, self._placed_head, drafting.pace)
 
         with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
             yield chain
@@ -453,7 +453,7 @@ class Engine:
             rows = (self._short_head, self._placed_head)
             if self._drafting is None or not all(part is None or part.is_for(self.stack) for part in rows):
                 self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
-                if self.draft_head is not None and not self.uses_graphs:
+                if self.draft_head is not None:
                     self._placed_head = PlacedHead(self.draft_head, self.stack)
                 self._chain = Kept()
                 self._drafting = drafting_for(

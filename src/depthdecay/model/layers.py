@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.library_internals import attention_name, takes_dynamic_cache
-from depthdecay.patches import Patch, replaced_each
+from depthdecay.patches import Patch, patched, replaced_each
 from depthdecay.runners.contract import PLAIN, Ask
 
 Forward = Callable[..., Any]
@@ -199,7 +199,11 @@ class LayerStack:
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
-        shortened = contextlib.nullcontext() if ask.short is None else ask.short.in_place()
+        shortened: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not ask.logits:
+            shortened = patched(self.model.get_output_embeddings(), "forward", lambda hidden: hidden[..., :1])
+        elif ask.short is not None:
+            shortened = ask.short.in_place()
         layer_pass.asked, layer_pass.states = ask.states, {}
         with self.exclusive(), self.routed(layer_pass), shortened:
             self._require_all_layers()

@@ -53,11 +53,12 @@ class Ask:
     # Rows of the output matrix that are enough. A way to run passes that cannot leave the others out says so by `ids`.
     short: ShortHead | None = None
     states: tuple[int, ...] = ()  # layers behind which the state of every token is wanted
+    logits: bool = True  # False: only states are wanted, and the model's own forward leaves its output matrix out
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tells captured passes apart that do the same but for this."""
-        return self.states
+        return (*self.states, self.logits)
 
 
 PLAIN = Ask()

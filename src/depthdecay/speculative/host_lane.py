@@ -88,7 +88,7 @@ class HostLane:
         assert self.draft_head is not None
         count = self.draft_head.head.shape.first_layers
         part = Part(0, position, [token], count, self.draft_head.first_layers, wanted=0)
-        return self.runner.run([part], Ask(states=(count - 1,))).states[count - 1]
+        return self.runner.run([part], Ask(states=(count - 1,), logits=False)).states[count - 1]
 
     @property
     def _index(self) -> int:
