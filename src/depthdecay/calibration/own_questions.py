@@ -27,18 +27,26 @@ from depthdecay.plan.identity import identity
 
 Say = Callable[[str], None]
 
-QUESTION_TOKENS = 64
+QUESTION_TOKENS = 96
 BASE_TOKENS = 24  # sampled behind an opening, where there is no chat template: enough to part one text from another
 LEAST_QUESTIONS = 12  # as many as a calibration needs
 _FEWEST_LETTERS, _MOST_CHARACTERS = 8, 800
-_SENTENCE_ENDS = ".?!。？！؟:"
+_SENTENCE_ENDS = ".?!。？！؟"
 _MARK = "\U000f5a5a"  # a private-use character: no template trims it or changes its case
 
 
 class QuestionWriter:
     """Batches of prompts, template and all, as token ids: new ones only, of many kinds, the same for the same seed."""
 
-    def __init__(self, batches: TextBatches, tokenizer: Any, *, longest: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        batches: TextBatches,
+        tokenizer: Any,
+        *,
+        longest: int | None,
+        seed: int,
+        say: Say = lambda message: None,
+    ) -> None:
         if tokenizer is None:
             raise DepthDecayError(
                 "this model has no tokenizer, so it cannot write questions itself; give prompts as token ids"
@@ -48,6 +56,8 @@ class QuestionWriter:
         self.seed = seed
         self.longest = longest  # tokens of a prompt, the template's included
         self.is_chat = bool(getattr(tokenizer, "chat_template", None))
+        if not self.is_chat:
+            say("this model has no chat template, so it continues short openings instead of asking questions")
         self.asked = NearDuplicates(n=6)
         self.written = self.dropped = 0
         self.new_tokens = QUESTION_TOKENS if self.is_chat else BASE_TOKENS
@@ -74,7 +84,7 @@ class QuestionWriter:
     def _start(self, random: Random) -> tuple[str, list[int]]:
         """The first words, which may be none, and what the model is given: them behind the user's header."""
         topic = random.choice(TOPICS)
-        language = "English" if random.random() < 0.5 else random.choice(list(OPENINGS))
+        language = "English" if random.random() < 0.5 else random.choice(list(OPENINGS)[1:])
         opening = random.choice(OPENINGS[language])
         if not self.is_chat:
             if random.random() < 0.6:
@@ -98,27 +108,33 @@ class QuestionWriter:
     ) -> list[int] | None:
         """A prompt to answer, or None where what was written is no good."""
         under = random.choice(ANSWERED_UNDER) if random.random() < 0.25 else None
-        text = text[: next((place for place, token in enumerate(text) if token in ends), len(text))]
+        end = next((place for place, token in enumerate(text) if token in ends), None)
+        text = text[:end]
         if repeats_itself(text):
             return None
-        words = opening + self.tokenizer.decode(text, skip_special_tokens=False)
+        words = self._continuation(start, text).rstrip("\ufffd")  # half a character
         if self.is_chat:
-            words = _question_in(words, self._header(None)[1], has_ended=len(text) < self.new_tokens)
-        if not _is_sensible(words) or not self.asked.is_new(letters(words)):
+            words = _question_in(words, self._header(None)[1], has_ended=end is not None)
+        if not _is_sensible(words) or not self.asked.is_new(letters(opening + words)):
             return None
         if self.is_chat:
             turns = [{"role": "system", "content": under}] if under is not None and self.has_system else []
-            prompt = chat_ids(self.tokenizer, [*turns, {"role": "user", "content": words}])
+            prompt = chat_ids(self.tokenizer, [*turns, {"role": "user", "content": (opening + words).strip()}])
         else:
             prompt = start + text
         return prompt if self.longest is None or len(prompt) <= self.longest else None
+
+    def _continuation(self, start: list[int], text: list[int]) -> str:
+        """Read together with what stands before it: some tokenizers drop the space that a text begins with."""
+        before, whole = (self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (start, start + text))
+        return str(whole.removeprefix(before))
 
 
 def own_prompts(
     engine: Engine, tokenizer: Any, count: int, *, longest: int | None, seed: int, folder: Path, say: Say
 ) -> list[list[int]]:
     """So many prompts that the model wrote itself, or fewer where most of what it writes is no good."""
-    writer = QuestionWriter(TextBatches(engine), tokenizer, longest=longest, seed=seed)
+    writer = QuestionWriter(TextBatches(engine), tokenizer, longest=longest, seed=seed, say=say)
     work = WorkFolder(folder, {**writing_inputs(engine, tokenizer, seed), "longest": longest})
     kept = work.read("own-questions") or {"prompts": [], "asked": [], "batches": 0}
     prompts, number = kept["prompts"], kept["batches"]
@@ -188,12 +204,12 @@ def _question_in(text: str, end_mark: str, *, has_ended: bool) -> str:
     """Up to the template's mark; of a text that was cut off up to its first paragraph's or last sentence's end."""
     before, mark, _ = text.partition(end_mark) if end_mark else (text, "", "")
     if mark or has_ended:
-        return before.strip()
-    paragraph, pair, _ = before.strip().partition("\n\n")
-    if pair:
-        return paragraph
+        return before.rstrip()
+    paragraph, pair, _ = before.partition("\n\n")
+    if pair and paragraph.strip():
+        return paragraph.rstrip()
     end = max(before.rfind(sign) for sign in _SENTENCE_ENDS)
-    return before[: end + 1].strip()
+    return before[: end + 1]
 
 
 def _is_sensible(text: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from depthdecay.argument_checks import whole_number
 from depthdecay.calibration.own_questions import QuestionWriter, Say, end_tokens, writing_inputs
 from depthdecay.calibration.text_batches import TextBatches
 from depthdecay.calibration.text_filters import NearDuplicates, repeats_itself
@@ -62,7 +63,10 @@ def write_own_text(
     """
     if not 0 <= share_given <= 1:
         raise ArgumentError(f"share_given is {share_given}; expected a number from 0 to 1", "share_given")
-    writing = _Writing(engine, tokenizer, [list(p) for p in prompts], share_given, answer_tokens, seed, folder)
+    tokens = whole_number("tokens", tokens, 1)
+    answer_tokens = whole_number("answer_tokens", answer_tokens, _LEAST_ANSWER)
+    given = [list(prompt) for prompt in prompts]
+    writing = _Writing(engine, tokenizer, given, share_given, answer_tokens, seed, folder, say)
     texts = writing.kept()
     total = before = sum(len(text.answer) for text in texts)
     if texts:
@@ -106,18 +110,22 @@ class _Writing:
         answer_tokens: int,
         seed: int,
         folder: Path | None,
+        say: Say,
     ) -> None:
         limit = engine.stack.context_limit()
         self.answer_tokens = answer_tokens if limit is None else min(answer_tokens, limit // 2)
         longest = None if limit is None else limit - self.answer_tokens
         self.batches = TextBatches(engine)
-        self.questions = QuestionWriter(self.batches, tokenizer, longest=longest, seed=seed)
+        self.questions = QuestionWriter(self.batches, tokenizer, longest=longest, seed=seed, say=say)
         self.ends = end_tokens(engine, tokenizer)
         self.answers = NearDuplicates(n=5)
         self.seed = seed
         self.share_given = share_given if given else 0.0
         self.rows = self.batches.rows(_QUESTION_TOKENS_ROOM + self.answer_tokens)
-        self.given = self._batches_of([prompt for prompt in given if longest is None or len(prompt) <= longest])
+        fitting = [prompt for prompt in given if longest is None or len(prompt) <= longest]
+        if len(fitting) < len(given):
+            say(f"{len(given) - len(fitting)} prompts are longer than {longest} tokens and are left out")
+        self.given = self._batches_of(fitting)
         self.progress = _Progress()
         inputs = {
             **writing_inputs(engine, tokenizer, seed),
