@@ -42,7 +42,7 @@ _LEAST = {
 
 def calibrate(
     model: str | LoadedModel,
-    prompts: Prompts,
+    prompts: Prompts | None,
     out: str | os.PathLike[str],
     *,
     max_kl: float | None = None,
@@ -74,7 +74,8 @@ def calibrate(
         dd.Plan.load("my-plan")  # from then on
 
     `prompts` are a .jsonl or .txt file, or a list of texts, conversations or token ids, like those that will be asked;
-    with a `task`, such as gsm8k, they are its file. The goal is one of `max_kl` (0.02 where nothing is said),
+    with a `task`, such as gsm8k, they are its file. Without any (None) the model writes questions of many kinds itself.
+    The goal is one of `max_kl` (0.02 where nothing is said),
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
     one to draft with in out/lossless, or in `out` itself where there is no other goal. The rest is effort: unless
     given, as much as suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
@@ -102,7 +103,11 @@ def calibrate(
         raise ArgumentError(
             f"quantize is {quantize}, which would round the weights of your model for good; give it by name", "quantize"
         )
-    asked = prompts_for(prompts, task)
+    if prompts is None and task is not None:
+        raise ArgumentError(
+            f"task is {task}, and prompts is None; expected the file of its questions", "task", "prompts"
+        )
+    asked = None if prompts is None else prompts_for(prompts, task)
     folder = make_folder(out)
     say = progress or (lambda message: None)
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
@@ -111,7 +116,7 @@ def calibrate(
         widen_in_place(loaded.model, quantize, loaded.origin)
     settings = replace(CalibrationSettings.for_device(loaded.model.device), **effort)
     settings = _with_sizes(_deep_enough(settings, list(goals.values())), sizes)
-    texts = asked(loaded.tokenizer)
+    texts = None if asked is None else asked(loaded.tokenizer)
     run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
     for name, goal in goals.items():
         if name:

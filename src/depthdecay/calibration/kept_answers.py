@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from depthdecay.calibration.continuations import Continuation, Split, continue_prompts, split_prompts, variety
+from depthdecay.calibration.own_questions import Say, own_prompts
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.work_folder import WorkFolder
@@ -18,8 +19,6 @@ from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
 from depthdecay.plan.identity import identity
-
-Say = Callable[[str], None]
 
 
 class RecordedTexts:
@@ -32,7 +31,7 @@ class RecordedTexts:
         self,
         model: Any,
         tokenizer: Any,
-        prompts: Sequence[Any],
+        prompts: Sequence[Any] | None,
         folder: Path,
         settings: CalibrationSettings,
         say: Say,
@@ -42,6 +41,7 @@ class RecordedTexts:
         self.settings = settings
         device = self.stack.model.device
         self.say = say
+        prompts = self._own_prompts(tokenizer, folder) if prompts is None else prompts
         split = self._split(prompts, tokenizer)
         others = self._others(prompts, tokenizer, len(split.calibration))
         inputs = {
@@ -69,6 +69,13 @@ class RecordedTexts:
         self.select = self._record(own[fit:], "reading texts to choose by")
         self.held_out = self._record(held_out, "reading held-out texts")
         self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
+
+    def _own_prompts(self, tokenizer: Any, folder: Path) -> list[list[int]]:
+        """As many as are dealt out, written by the model itself."""
+        count = self.settings.fit_prompts + self.settings.select_prompts + self.settings.held_out_prompts
+        bounds = {name: bound for name, bound in self._bounds().items() if name != "vocabulary"}
+        engine = Engine(self.model, compile=False)
+        return own_prompts(engine, tokenizer, count, folder=folder, say=self.say, **bounds)
 
     def _fitted(self, count: int) -> int:
         """How many of so many texts are fitted on; the others are chosen by."""

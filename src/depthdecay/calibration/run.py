@@ -15,7 +15,8 @@ from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.influence import block_influence, unrepaired_share
-from depthdecay.calibration.kept_answers import RecordedTexts, Say
+from depthdecay.calibration.kept_answers import RecordedTexts
+from depthdecay.calibration.own_questions import Say
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.search import Found, Search
@@ -37,7 +38,7 @@ class Calibration:
         self,
         model: Any,
         tokenizer: Any,
-        prompts: Sequence[Any],
+        prompts: Sequence[Any] | None,
         folder: Path,
         settings: CalibrationSettings | None = None,
         *,

@@ -21,12 +21,17 @@ Count = Annotated[int | None, _effort()]
 
 @opt.grouped("compile")
 def calibrate(
-    prompts: Annotated[str, typer.Option(help="A .jsonl or .txt file of prompts like those that will be asked.")],
+    *,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="A .jsonl or .txt file of prompts like those that will be asked; else the model writes some."
+        ),
+    ] = None,
     out: Annotated[str, typer.Option(help="A folder for the plan and its report; made where it is not there.")],
     task: Annotated[
         str | None, typer.Option(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
     ] = None,
-    *,
     model: opt.ModelOptions,
     max_kl: Annotated[float | None, _goal(help="Mean KL to the full model [0.02].")] = None,
     max_agreement_loss: Annotated[float | None, _goal(help="Share of tokens that may differ, as 0.01.")] = None,
@@ -44,7 +49,7 @@ def calibrate(
     beam: Annotated[int | None, _effort(help="Ladders searched side by side.")] = None,
     width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
     minutes: Annotated[float | None, _effort(help="Time for the search before it is hastened.")] = None,
-    seed: Annotated[int, _effort(help="Deals out the prompts.")] = 0,
+    seed: Annotated[int, _effort(help="Deals out the prompts, and writes them where none are given.")] = 0,
 ) -> None:
     """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
 

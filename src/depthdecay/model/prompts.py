@@ -99,6 +99,11 @@ def chat_ids(
     return [int(token) for token in ids]
 
 
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """A conversation as the chat template writes it, up to where the assistant's next answer begins."""
+    return str(_templated(tokenizer, messages, tokenize=False))
+
+
 def _templated(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)

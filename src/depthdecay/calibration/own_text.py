@@ -1,0 +1,224 @@
+"""Text of the model's own: it writes questions and answers them, in large batches, until there is enough.
+
+What a model says is what drafters and repairs are fitted on, and most users have no million tokens of prompts. Every
+batch lies in the work folder once it is written, so that an interrupted run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from depthdecay.argument_checks import whole_number
+from depthdecay.calibration.own_questions import QuestionWriter, Say, end_tokens, writing_inputs
+from depthdecay.calibration.text_batches import TextBatches
+from depthdecay.calibration.text_filters import NearDuplicates, repeats_itself
+from depthdecay.calibration.work_folder import WorkFolder
+from depthdecay.engine.engine import Engine
+from depthdecay.errors import ArgumentError, DepthDecayError
+
+ANSWER_TOKENS = 256
+LEAST_TOKENS = 20_000  # below, nothing that is fitted on the text would hold elsewhere
+_LEAST_ANSWER = 8
+_QUESTION_TOKENS_ROOM = 256  # positions of a prompt of our own, for the size of a batch
+_ANSWERS_TO_A_PROMPT = 4  # of the user's: one greedy, the others sampled
+_TRIES = 4  # batches of questions for one of answers
+_FRUITLESS = 6  # batches in a row that add nothing, after which more would not either
+_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A prompt, with the chat template applied, and what the full model wrote behind it; as token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+    kind: str  # "own": greedy, to a question of its own; "own sampled"; "given": to a prompt of the user's
+
+
+def write_own_text(
+    engine: Engine,
+    tokenizer: Any,
+    tokens: int,
+    *,
+    seed: int = 0,
+    prompts: Sequence[Sequence[int]] = (),
+    share_given: float = 0.3,
+    answer_tokens: int = ANSWER_TOKENS,
+    folder: Path | None = None,
+    say: Say = lambda message: None,
+    until: float | None = None,
+) -> list[OwnText]:
+    """Texts with so many tokens of answers in all, or what there is at the time `until` (of `time.monotonic`).
+
+        engine = dd.Engine(loaded.model)  # without its tokenizer: nobody reads the text while it is written
+        texts = write_own_text(engine, loaded.tokenizer, 2_000_000, folder=Path("plan"), until=time.monotonic() + 180)
+
+    `prompts` are the user's, as token ids: `share_given` of the batches answer them, each a few times at most. Below
+    `LEAST_TOKENS`, where so many were asked for, there is too little text, which is an error.
+    """
+    if not 0 <= share_given <= 1:
+        raise ArgumentError(f"share_given is {share_given}; expected a number from 0 to 1", "share_given")
+    tokens = whole_number("tokens", tokens, 1)
+    answer_tokens = whole_number("answer_tokens", answer_tokens, _LEAST_ANSWER)
+    given = [list(prompt) for prompt in prompts]
+    writing = _Writing(engine, tokenizer, given, share_given, answer_tokens, seed, folder, say)
+    texts = writing.kept()
+    total = before = sum(len(text.answer) for text in texts)
+    if texts:
+        say(f"going on behind {total:,} tokens of an interrupted run")
+    started, fruitless = time.monotonic(), 0
+    while total < tokens and fruitless < _FRUITLESS and (until is None or time.monotonic() < until):
+        more = writing.next_batch()
+        texts += more
+        total += sum(len(text.answer) for text in more)
+        fruitless = 0 if more else fruitless + 1
+        rate = (total - before) / (time.monotonic() - started)
+        say(f"the model writes text of its own: {total:,} of {tokens:,} tokens, {rate:,.0f} a second")
+    if total < min(tokens, LEAST_TOKENS):
+        why = "in the time that there was" if fruitless < _FRUITLESS else "and then only repeated itself"
+        raise DepthDecayError(
+            f"the model wrote {total:,} tokens of usable text {why}, and at least {min(tokens, LEAST_TOKENS):,} are "
+            "needed; give it more time, or prompts"
+        )
+    return texts
+
+
+@dataclass
+class _Progress:
+    """What a batch leaves behind besides its texts, so that the next one goes on the same in another process."""
+
+    number: int = 0  # of batches of answers
+    question_batches: int = 0
+    given_batches: int = 0
+    waiting: list[list[int]] = field(default_factory=list)  # questions that nobody has answered yet
+
+
+class _Writing:
+    """The batches of one run, in order."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        given: list[list[int]],
+        share_given: float,
+        answer_tokens: int,
+        seed: int,
+        folder: Path | None,
+        say: Say,
+    ) -> None:
+        limit = engine.stack.context_limit()
+        self.answer_tokens = answer_tokens if limit is None else min(answer_tokens, limit // 2)
+        longest = None if limit is None else limit - self.answer_tokens
+        self.batches = TextBatches(engine)
+        self.questions = QuestionWriter(self.batches, tokenizer, longest=longest, seed=seed, say=say)
+        self.ends = end_tokens(engine, tokenizer)
+        self.answers = NearDuplicates(n=5)
+        self.seed = seed
+        self.share_given = share_given if given else 0.0
+        self.rows = self.batches.rows(_QUESTION_TOKENS_ROOM + self.answer_tokens)
+        fitting = [prompt for prompt in given if longest is None or len(prompt) <= longest]
+        if len(fitting) < len(given):
+            say(f"{len(given) - len(fitting)} prompts are longer than {longest} tokens and are left out")
+        self.given = self._batches_of(fitting)
+        self.progress = _Progress()
+        inputs = {
+            **writing_inputs(engine, tokenizer, seed),
+            **{"given": given, "share": share_given, "answer_tokens": self.answer_tokens},
+        }
+        self.work = None if folder is None else WorkFolder(folder, inputs)
+
+    def kept(self) -> list[OwnText]:
+        """The texts of an interrupted run; further ones go on behind them."""
+        texts: list[OwnText] = []
+        while self.work is not None:
+            shard = self.work.read(_shard(self.progress.number))
+            if shard is None:
+                break
+            texts += [OwnText(*text) for text in shard["texts"]]
+            self.answers.restore(shard["answered"])
+            self.questions.asked.restore(shard["asked"])
+            self.progress = _Progress(**shard["progress"])
+        return texts
+
+    def next_batch(self) -> list[OwnText]:
+        """Answers to one batch of prompts, greedy and sampled in turns; those that are worth keeping."""
+        progress = self.progress
+        number = progress.number
+        prompts, rows, sampled, kind = self._prompts()
+        written: list[list[int]] = []
+        if prompts:
+            temperature = _TEMPERATURE if sampled else None
+            written = self.batches.write(
+                prompts,
+                self.answer_tokens,
+                ends=self.ends,
+                rows=rows,
+                temperature=temperature,
+                seed=_mixed(self.seed, number),
+            )
+        texts = [
+            OwnText(prompt, answer, kind)
+            for prompt, answer in zip(prompts, written, strict=True)
+            if len(answer) >= _LEAST_ANSWER and not repeats_itself(answer) and self.answers.is_new(answer)
+        ]
+        progress.number += 1
+        self._keep(number, texts)
+        return texts
+
+    def _prompts(self) -> tuple[list[list[int]], int, bool, str]:
+        """What the next batch answers, its size, whether it samples, and the kind that its texts are of."""
+        progress = self.progress
+        turn = math.floor((progress.number + 1) * self.share_given) > math.floor(progress.number * self.share_given)
+        if turn and progress.given_batches < len(self.given):
+            prompts, rows, sampled = self.given[progress.given_batches]
+            progress.given_batches += 1
+            return prompts, rows, sampled, "given"
+        for _ in range(_TRIES):
+            if len(progress.waiting) >= self.rows:
+                break
+            progress.waiting += self.questions.write(progress.question_batches, self.rows)
+            progress.question_batches += 1
+        prompts, progress.waiting = progress.waiting[: self.rows], progress.waiting[self.rows :]
+        sampled = (progress.number - progress.given_batches) % 2 == 1
+        return prompts, self.rows, sampled, "own sampled" if sampled else "own"
+
+    def _batches_of(self, given: list[list[int]]) -> list[tuple[list[list[int]], int, bool]]:
+        """The user's prompts, in batches with their sizes: once to be answered greedily, then sampled.
+
+        By length, so that few are padded. A batch is as large as its longest prompt, the last, allows.
+        """
+        found = []
+        for sampled, times in ((False, 1), (True, _ANSWERS_TO_A_PROMPT - 1)):
+            left = sorted(given * times, key=lambda prompt: (len(prompt), prompt))
+            while left:
+                rows = self.rows
+                while rows > (fitting := self.batches.rows(len(left[:rows][-1]) + self.answer_tokens)):
+                    rows = max(rows // 2, fitting)
+                found.append((left[:rows], rows, sampled))
+                left = left[rows:]
+        return found
+
+    def _keep(self, number: int, texts: list[OwnText]) -> None:
+        asked, answered = self.questions.asked.take_added(), self.answers.take_added()
+        if self.work is None:
+            return
+        value = {
+            "texts": [[text.prompt, text.answer, text.kind] for text in texts],
+            **{"asked": asked, "answered": answered, "progress": vars(self.progress)},
+        }
+        self.work.write(_shard(number), value)
+
+
+def _shard(number: int) -> str:
+    return f"own-text-{number:05}"
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for one batch: the same prompt may be in several."""
+    return (seed * 1_000_003 + number) % 2**31

@@ -1,0 +1,103 @@
+"""Many texts at once: as many rows as the memory holds, which go in lock-step until most of them have ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.request import PLAIN_GREEDY
+from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
+from depthdecay.errors import DepthDecayError
+from depthdecay.model.devices import free_bytes
+
+MOST_ROWS = {"cuda": 256}
+MOST_ROWS_ELSEWHERE = 16
+# At this share of ended rows a batch stops, and what the last ones have written so far is taken: the steps that the
+# longest answers still need would be paid by all rows.
+ENDED_IS_ENOUGH = 0.8
+_SHARE_OF_MEMORY = 0.4
+_BYTES_A_SCORE = 16  # logits in 32 bits and copies of them
+_LIKELIEST = 50
+
+
+class TextBatches:
+    """Batches of one engine, which had best have no tokenizer: text that nobody reads is not put together then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
+        self._free = free_bytes(engine.device)  # before the batches themselves take theirs
+
+    def rows(self, positions: int) -> int:
+        """How many texts of so many tokens go into one batch: a power of two."""
+        kept = sum(shape.nbytes for shape in self.engine.stack.kept_shapes())
+        room = _SHARE_OF_MEMORY * self._free / (positions * kept + self.vocabulary * _BYTES_A_SCORE)
+        if room < 1:
+            raise DepthDecayError(f"the memory that is free does not hold one text of {positions} tokens")
+        most = MOST_ROWS.get(self.engine.device.type, MOST_ROWS_ELSEWHERE)
+        return most if room >= most else int(2 ** math.floor(math.log2(room)))
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        *,
+        ends: Collection[int],
+        rows: int,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """What the full model writes behind each prompt: greedily, or sampled at a temperature."""
+        given = [list(prompt) for prompt in prompts]
+        if self.engine.uses_graphs:  # one size of batch, one set of graphs
+            given += [given[-1]] * (rows - len(given))
+        drawing = [] if temperature is None else [DrawnFromLikeliest(given, new_tokens, temperature, seed, self.engine)]
+        results = self.engine.generate(
+            given,
+            new_tokens,
+            mode="full",
+            stop=[],
+            eos_token_id=sorted(ends) or -1,
+            logits_processor=drawing,
+            stopping_criteria=[MostHaveEnded(len(given), ends, self.engine.device)],
+            **PLAIN_GREEDY,
+        )
+        return [result.token_ids for result in results[: len(prompts)]]
+
+
+class DrawnFromLikeliest:
+    """A logits processor that draws from the 50 likeliest tokens, and leaves greedy search no other choice.
+
+    The engine's own sampling makes noise for the whole vocabulary, so that drafts draw the same, and a bound by
+    probability (top_p) sorts it. For 256 rows either takes longer than the pass itself.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, engine: Engine
+    ) -> None:
+        self.keys = step_keys(sequence_keys(seed, prompts), new_tokens, engine.device)
+        self.prompt_length = max(map(len, prompts))
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        likeliest = scores.topk(min(_LIKELIEST, scores.shape[-1]))
+        noise = gumbel_noise(self.keys[:, input_ids.shape[1] - self.prompt_length], likeliest.values.shape[-1])
+        place = (likeliest.values / self.temperature + noise).argmax(-1, keepdim=True)
+        return scores.scatter(1, likeliest.indices.gather(1, place), math.inf)
+
+
+class MostHaveEnded:
+    """A stopping criterion for a whole batch. It looks at tokens where they are, and copies nothing."""
+
+    def __init__(self, rows: int, ends: Collection[int], device: torch.device) -> None:
+        self.ends = torch.tensor(sorted(ends), dtype=torch.long, device=device)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.enough = math.ceil(ENDED_IS_ENOUGH * rows)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.ended |= torch.isin(input_ids[:, -1], self.ends)
+        return (self.ended.sum() >= self.enough).expand(len(input_ids))
