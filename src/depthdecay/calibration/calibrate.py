@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.calibration.drafter import LOWEST_SHARE
 from depthdecay.calibration.goal import Goal
+from depthdecay.calibration.learned_plan import learn_plan
+from depthdecay.calibration.own_questions import Say
 from depthdecay.calibration.report_page import write_report
 from depthdecay.calibration.result import Calibrated
 from depthdecay.calibration.run import Calibration
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.summary import report_data
+from depthdecay.calibration.work_folder import WORK_FOLDER
 from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
 from depthdecay.errors import ArgumentError, DepthDecayError
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MAX_KL = 0.02
+DRAFTERS = ("learned", "layers")
 FASTEST = 10
 FIGURES_FILE = "calibration.json"
 _LEAST = {
@@ -50,6 +55,7 @@ def calibrate(
     speedup: Number | None = None,
     also: Sequence[Number] = (),
     lossless: bool = False,
+    drafter: str = "learned",
     task: str | None = None,
     repair_rank: int | None = None,
     repair_neurons: int | None = None,
@@ -77,8 +83,9 @@ def calibrate(
     with a `task`, such as gsm8k, they are its file. Without any (None) the model writes questions of many kinds itself.
     The goal is one of `max_kl` (0.02 where nothing is said),
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
-    one to draft with in out/lossless, or in `out` itself where there is no other goal. The rest is effort: unless
-    given, as much as suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
+    one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
+    the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
+    suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
     """
@@ -98,6 +105,8 @@ def calibrate(
         effort["minutes"] = minutes
     if not variety:
         effort["variety"] = 0.0
+    if drafter not in DRAFTERS:
+        raise ArgumentError(f"drafter is {drafter!r}; expected one of {', '.join(DRAFTERS)}", "drafter")
     check_setting(quantize)
     if quantize in QUANTIZED and isinstance(model, LoadedModel):
         raise ArgumentError(
@@ -117,13 +126,30 @@ def calibrate(
     settings = replace(CalibrationSettings.for_device(loaded.model.device), **effort)
     settings = _with_sizes(_deep_enough(settings, list(goals.values())), sizes)
     texts = None if asked is None else asked(loaded.tokenizer)
-    run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
-    for name, goal in goals.items():
-        if name:
-            say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
-        _save(run, run.make(goal), folder / name)
-    run.work.remove()
+    learned = [name for name, goal in goals.items() if goal.lossless and drafter == "learned"]
+    others = {name: goal for name, goal in goals.items() if name not in learned}
+    if others:
+        run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
+        for name, goal in others.items():
+            if name:
+                say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
+            _save(run, run.make(goal), folder / name)
+        run.work.remove()
+    for name in learned:
+        _learn(loaded, texts, make_folder(folder / name), minutes, seed, say)
     return Plan.load(folder)
+
+
+def _learn(
+    loaded: LoadedModel, prompts: Sequence[Any] | None, folder: Path, minutes: float | None, seed: int, say: Say
+) -> None:
+    """A learned drafter, its figures and a report in a folder."""
+    plan, drafter = learn_plan(loaded, prompts, folder, minutes=minutes, seed=seed, say=say)
+    figures = {"model": loaded.shown_name, "plan": plan.describe(), "drafter": drafter.figures}
+    write_result(folder / FIGURES_FILE, figures)
+    shown = {"model": loaded.shown_name, "plan": {"summary": plan.describe()}, "drafter": drafter.figures}
+    write_report(folder, {**shown, "command": provenance()["command"]})
+    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:

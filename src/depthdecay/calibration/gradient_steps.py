@@ -48,7 +48,7 @@ class Judged:
 
     step: int
     seconds: float
-    training_loss: float
+    training_loss: float | None  # the mean since the point before
     judged_loss: float
 
 
@@ -139,7 +139,7 @@ class _Descent:
         step = self._resumed()
         if step == 0:
             try:
-                self._judge(0, math.nan)
+                self._judge(0, None)
             except _NotFinite:
                 raise DepthDecayError(
                     "the loss is not a finite number from the start; try dtype fp32 or bf16"
@@ -189,7 +189,7 @@ class _Descent:
         by_steps = self.seconds / done * (self.settings.steps - done)
         return Progress(done, self.settings.steps, loss, min(by_steps, max(0.0, self.settings.seconds - self.seconds)))
 
-    def _judge(self, step: int, training_loss: float) -> None:
+    def _judge(self, step: int, training_loss: float | None) -> None:
         with torch.no_grad():
             found = self.judge()
         if not math.isfinite(found):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ import torch
 from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend
 from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens
 from depthdecay.calibration.head_states import StatesOfTexts, Text, output_matrix
+from depthdecay.calibration.own_questions import Say
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
@@ -32,8 +33,6 @@ from depthdecay.speculative.draft_head import (
     portable_states,
 )
 from depthdecay.speculative.expected_gain import LONGEST, Pace
-
-Say = Callable[[str], None]
 
 LEAST_TEXTS = 16
 _LEAST_LAYERS = 8  # of a model, for heads that other engines load: they take states from fixed places
@@ -174,6 +173,8 @@ class DrafterLesson:
             file,
         )
         head.requires_grad_(False)
+        for parameter in head.parameters():
+            parameter.copy_(parameter.bfloat16())  # as it is kept
         judged = self._judged(shape, fitting)
         head.right = judged["all"].right[0]
         cost = self._cost(head)

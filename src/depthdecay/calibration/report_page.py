@@ -61,6 +61,7 @@ def write_report(folder: str | Path, data: Mapping[str, Any]) -> Path:
         layer_influence        list of KL, one a layer
         perplexity_by_position, entropy_by_position
                                lists, from the first decoded position, of the full model; both or none
+        drafter                figures of a learned drafter, as `LearnedDrafter` has them
         choices                mapping of a name to a value, such as rank, ridge, prompts, tokens, seconds
         command                str
     """
@@ -142,6 +143,48 @@ def _fidelity(data: Mapping[str, Any]) -> str:
     return f'<h2>Fidelity on held-out text</h2>\n{table}<p class="soft">{escape(note)}</p>\n'
 
 
+def _drafter(data: Mapping[str, Any]) -> str:
+    """How often drafts are right, by kind of text and place in the window, and how that was learned."""
+    figures = data.get("drafter")
+    if not figures:
+        return ""
+    head = figures["head"]
+    closed, held_out = head["closed_form"], head["held_out"]
+    names = [f"draft {place}" for place in range(1, len(closed["right"]) + 1)]
+    rows = [["closed form, on text to choose by", *_shares(closed)]]
+    rows += [[f"learned, unseen text: {kind}", *_shares(found)] for kind, found in held_out.items()]
+    for tried in figures.get("tried", ()):
+        layers = tried["shape"]["first_layers"]
+        rows.append([f"tried on {layers} first layers, short fit", *_shares(tried["held_out"]["all"])])
+    if figures.get("portable_head"):
+        rows.append(["for other engines, unseen text", *_shares(figures["portable_head"]["held_out"]["all"])])
+    cost = _number(head["cost_of_a_draft"])
+    words = (
+        f"Learned from {head['tokens_fitted_on']:,} tokens; a draft costs {cost} of a step, "
+        f"so that {head['expected_speedup']:.2f}× is expected. {head['learned']['ended'].capitalize()}."
+    )
+    curve = [
+        [f"{point['step']:,}", _cell(point["training_loss"]), _cell(point["judged_loss"])]
+        for point in head["learned"]["curve"]
+    ]
+    return (
+        f'<h2>Drafts that are right</h2>\n<p class="soft">{escape(words)}</p>\n'
+        + _plain_table(["", *names, "tokens a window"], rows)
+        + "<h2>Learning curve</h2>\n"
+        + _plain_table(["step", "KL, fitted text", "KL, text to choose by"], curve)
+    )
+
+
+def _shares(found: Mapping[str, Any]) -> list[str]:
+    return [*(f"{100 * share:.1f}%" for share in found["right"]), f"{found['tokens_a_window']:.2f}"]
+
+
+def _plain_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}</table></div>\n'
+
+
 def _pictures(data: Mapping[str, Any]) -> str:
     charts = _charts(data)
     order = data["plan"].get("drop_order")
@@ -200,7 +243,7 @@ def _command(data: Mapping[str, Any]) -> str:
     return f"<h2>Command</h2>\n<pre><code>{escape(data['command'])}</code></pre>\n"
 
 
-_SECTIONS = (_promise, _fidelity, _pictures, _choices, _command)
+_SECTIONS = (_promise, _fidelity, _drafter, _pictures, _choices, _command)
 
 
 def _table(first: str, groups: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -219,7 +262,8 @@ def _number(value: float | None) -> str:
 
 def _cell(value: float | None) -> str:
     """As `_number`, with the zeros at the end, so that a column is even."""
-    return f"{value:#.3g}".rstrip(".") if value is not None and abs(value) < 1000 else _number(value)
+    is_short = value is not None and abs(value) < 1000
+    return f"{value:#.3g}".rstrip(".") if is_short else _number(value)
 
 
 def _value(value: Any) -> str:

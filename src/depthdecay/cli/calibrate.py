@@ -40,6 +40,9 @@ def calibrate(
     lossless: Annotated[
         bool, _goal("--lossless", help="A plan to draft with in lossless mode; beside another goal in OUT/lossless.")
     ] = False,
+    drafter: Annotated[
+        str, _goal(help="For --lossless: a learned head, or layers of the model with closed-form maps.")
+    ] = "learned",
     repair_rank: Annotated[int | None, _effort(help="Directions of a map; chosen by KL.")] = None,
     repair_neurons: Annotated[int | None, _effort(help="Neurons kept of a dropped layer; chosen by KL.")] = None,
     variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, so that other text is not ruined.")] = True,
@@ -69,6 +72,7 @@ def calibrate(
             speedup=speedup,
             also=also.split(",") if also else (),
             lossless=lossless,
+            drafter=drafter,
             task=task,
             repair_rank=repair_rank,
             repair_neurons=repair_neurons,
@@ -90,6 +94,9 @@ def calibrate(
 
 
 def _print(plan: Plan, figures: dict[str, Any]) -> None:
+    if "drafter" in figures:
+        _print_drafter(plan, figures["drafter"])
+        return
     promise, measured, plain = figures["promise"], figures["repaired"], figures["plain"]
     tell = partial(out_console().print, markup=False)
     tell(plan.describe())
@@ -115,4 +122,18 @@ def _print(plan: Plan, figures: dict[str, Any]) -> None:
             f"promise: {promise['measure']} {promise['held_out']:.4f}, at most {promise['bound']:.4f} with 95% "
             f"confidence; asked for {promise['budget']:g}"
         )
+    tell(f"plan and report: {plan.folder}")
+
+
+def _print_drafter(plan: Plan, figures: dict[str, Any]) -> None:
+    tell = partial(out_console().print, markup=False)
+    head = figures["head"]
+    tell(plan.describe())
+    for kind, found in head["held_out"].items():
+        places = ", ".join(f"{share:.1%}" for share in found["right"])
+        tell(f"drafts right on unseen text ({kind}), by place in the window: {places}")
+    tell(
+        f"a draft costs {head['cost_of_a_draft']:.2f} of a step; {head['expected_speedup']:.2f}x expected in lossless "
+        f"mode, learned from {figures['tokens_written']:,} tokens in {figures['seconds_in_all']:.0f} s"
+    )
     tell(f"plan and report: {plan.folder}")

@@ -175,7 +175,7 @@ class DraftHead(nn.Module):
     def save(self, file: Path) -> Path:
         from safetensors.torch import save
 
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: _packed(tensor.detach().cpu().contiguous()) for name, tensor in self.state_dict().items()}
         tensors["vocabulary"] = tensors["vocabulary"].to(torch.int32)
         about = {
             "format": _FORMAT,
@@ -222,6 +222,12 @@ class DraftHead(nn.Module):
         tensors["vocabulary"] = tensors["vocabulary"].long()
         head.load_state_dict(tensors, assign=True)
         return head.requires_grad_(False)
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """In half the bytes where nothing is lost by it: fitted heads are rounded to 16 bits."""
+    half = tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+    return half if torch.equal(half.to(tensor.dtype), tensor) else tensor
 
 
 def _turned(heads: torch.Tensor, angles: KeysAndValues) -> torch.Tensor:

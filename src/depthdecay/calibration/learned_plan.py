@@ -1,0 +1,94 @@
+"""From a model to a folder with a learned drafter: it writes text, a head learns from it, and the figures are kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings, LearnedDrafter
+from depthdecay.calibration.own_questions import Say
+from depthdecay.calibration.own_text import write_own_text
+from depthdecay.calibration.work_folder import WORK_FOLDER
+from depthdecay.engine.engine import Engine
+from depthdecay.model.layers import LayerStack
+from depthdecay.model.loaded_model import LoadedModel
+from depthdecay.model.prompts import token_ids
+from depthdecay.plan.file import PLAN_FILE
+from depthdecay.plan.identity import identity
+from depthdecay.plan.plan import Plan
+from depthdecay.speculative.draft_head import HEAD_FILE
+
+# Minutes unless told otherwise, and the share of them that the model writes for.
+MINUTES = {"cuda": 15.0}
+MINUTES_ELSEWHERE = 60.0
+WRITING = 0.3
+WRITING_ELSEWHERE = 0.5  # where a token takes longer to write than to learn from
+
+
+def learn_plan(
+    loaded: LoadedModel,
+    prompts: Sequence[Any] | None,
+    folder: Path,
+    *,
+    settings: DrafterSettings | None = None,
+    minutes: float | None = None,
+    seed: int = 0,
+    say: Say = lambda message: None,
+) -> tuple[Plan, LearnedDrafter]:
+    """A full-depth plan whose drafter is learned, saved in `folder` with its heads.
+
+    `prompts`: the user's, if any, are answered too. Called again after an interruption, it goes on where it stopped.
+    """
+    started = time.monotonic()
+    stack = LayerStack.of(loaded.model)
+    device = stack.model.device.type
+    seconds = 60 * (MINUTES.get(device, MINUTES_ELSEWHERE) if minutes is None else minutes)
+    settings = replace(settings or DrafterSettings.for_device(stack.model.device), seed=seed)
+    given = _ids(loaded, prompts or ())
+    share = WRITING if device == "cuda" else WRITING_ELSEWHERE
+    texts = write_own_text(
+        Engine(loaded.model),
+        loaded.tokenizer,
+        settings.most_text,
+        seed=seed,
+        prompts=given,
+        folder=folder,
+        say=say,
+        until=started + share * seconds if math.isfinite(seconds) else None,
+    )
+    pairs = [((text.prompt, text.answer), text.kind) for text in texts]
+    left = max(0.0, seconds - (time.monotonic() - started))
+    lesson = DrafterLesson(stack, pairs, settings, seconds=left, folder=folder / WORK_FOLDER, say=say)
+    drafter = lesson.learn()
+    drafter.figures["tokens_written"] = sum(len(text.answer) for text in texts)
+    drafter.figures["seconds_in_all"] = round(time.monotonic() - started, 1)
+    return _saved(stack, drafter, folder), drafter
+
+
+def _ids(loaded: LoadedModel, prompts: Sequence[Any]) -> list[list[int]]:
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    return [token_ids(loaded.tokenizer, prompt, {}, vocabulary) for prompt in prompts]
+
+
+def _saved(stack: LayerStack, drafter: LearnedDrafter, folder: Path) -> Plan:
+    """Heads first, and no older plan beside them: a plan that is there belongs to its heads."""
+    held_out = drafter.figures["head"]["held_out"]["all"]
+    notes = {
+        "drafter": {
+            "right": [round(share, 4) for share in held_out["right"]],
+            "tokens_a_window": round(held_out["tokens_a_window"], 3),
+            "cost_of_a_draft": round(drafter.figures["head"]["cost_of_a_draft"], 4),
+            "expected_speedup": round(drafter.figures["head"]["expected_speedup"], 3),
+            "tokens_written": drafter.figures["tokens_written"],
+            "seconds": drafter.figures["seconds_in_all"],
+        }
+    }
+    plan = replace(Plan.full(stack.num_layers), draft_head=HEAD_FILE, notes=notes).with_model(identity(stack.model))
+    (folder / PLAN_FILE).unlink(missing_ok=True)
+    drafter.save(folder)
+    plan.save(folder)
+    return plan

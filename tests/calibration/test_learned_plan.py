@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spoken_models import plain_spoken
+
+import depthdecay as dd
+from depthdecay.calibration import own_questions, text_batches
+from depthdecay.calibration.calibrate import figures_of
+from depthdecay.calibration.learned_drafter import DrafterSettings
+from depthdecay.calibration.own_text import write_own_text
+from depthdecay.errors import ArgumentError
+from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lesson of seconds."""
+    small = DrafterSettings(epochs=2, drafts=2, rows=8, longest=48, first_layers=(0,), most_text=1200)
+    monkeypatch.setattr(DrafterSettings, "for_device", classmethod(lambda cls, device: small))
+    monkeypatch.setitem(write_own_text.__kwdefaults__, "answer_tokens", 24)
+    monkeypatch.setattr(text_batches, "MOST_ROWS_ELSEWHERE", 8)
+    monkeypatch.setattr(own_questions, "QUESTION_TOKENS", 24)
+
+
+def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> None:
+    loaded = plain_spoken(tmp_path / "model")
+    lines: list[str] = []
+    plan = dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, progress=lines.append)
+    assert plan.draft_head == HEAD_FILE
+    assert plan.schedule.final_depth == plan.num_layers
+    assert {file.name for file in (tmp_path / "plan").iterdir()} >= {HEAD_FILE, PORTABLE_HEAD_FILE, "report.html"}
+    assert not (tmp_path / "plan" / ".work").exists()
+    figures = figures_of(plan)["drafter"]
+    assert figures["tokens_written"] > 0
+    assert figures["head"]["learned"]["curve"][0]["training_loss"] is None
+    assert "Drafts that are right" in (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
+    assert any("writes text of its own" in line for line in lines)
+    assert any("fitting" in line for line in lines)
+    engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
+    answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
+    assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
+    assert answer.drafted > 0
+
+
+def test_an_unknown_drafter(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="expected one of learned, layers"):
+        dd.calibrate("nowhere", None, tmp_path, lossless=True, drafter="eagle")
+
+
+def test_the_plan_tells_what_was_measured(tmp_path: Path, little_text: None) -> None:
+    loaded = plain_spoken(tmp_path / "model")
+    dd.calibrate(loaded, ["Hello there", "What is it?"], tmp_path / "plan", lossless=True)
+    notes: dict[str, Any] = json.loads((tmp_path / "plan" / "plan.json").read_text(encoding="utf-8"))["notes"][
+        "drafter"
+    ]
+    assert 0 <= notes["right"][0] <= 1
+    assert notes["expected_speedup"] >= 1
