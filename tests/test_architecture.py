@@ -22,9 +22,6 @@ FLOORS = (
 # Upwards all the same: (module, what it needs of a floor above).
 EXCEPTIONS = {
     ("model.layers", "runners.contract"): "a pass over the model's layers speaks the contract's words",
-    ("cuda.window_chain", "speculative.accept"): "the chain is lossless mode's lane on CUDA",
-    ("cuda.window_chain", "speculative.expected_gain"): "the chain is lossless mode's lane on CUDA",
-    ("cuda.window_chain", "speculative.short_head"): "the chain is lossless mode's lane on CUDA",
     ("cpu.compiled_stack", "speculative.short_head"): "drafts read their own rows of the quantized output matrix",
 }
 

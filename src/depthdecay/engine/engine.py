@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.pass_graphs import PassGraphs
-    from depthdecay.cuda.window_chain import Chain
+    from depthdecay.speculative.chain_lane import Chain
 
 logger = logging.getLogger("depthdecay")
 PREFILL_TOKENS = 2048  # of several texts that are read together
@@ -219,10 +219,8 @@ class Engine:
         return mode
 
     def _suits_windows(self, request: Request) -> bool:
-        """One row, since rows share windows; on CUDA greedy, since only then the device goes on by itself."""
-        if len(request.prompts) > 1 or request.stopping_criteria:
-            return False
-        return not (self.uses_graphs and request.generation_config.do_sample)
+        """One row, since rows share windows."""
+        return len(request.prompts) == 1 and not request.stopping_criteria
 
     def _new_results(self, request: Request, mode: str) -> list[Result]:
         return [Result.of(self.stack.num_layers, prompt, request, mode) for prompt in request.prompts]
@@ -361,12 +359,14 @@ class Engine:
 
     @contextlib.contextmanager
     def _lane(self, prompt: list[int], request: Request, sampler: Sampler, drafting: Drafting) -> Iterator[Lane]:
-        """Where one text's windows run: on CUDA by graphs, greedy ones by graphs that feed each other."""
+        """Where one text's windows run: on CUDA by graphs that feed each other, where they can pick as is asked."""
         if not self.uses_graphs:
             yield self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting)
             return
         positions = len(prompt) + request.max_new_tokens
-        if not sampler.is_plain_greedy:
+        from depthdecay.speculative.chain_pick import settings_of
+
+        if settings_of(sampler) is None:
 
             def make_runner() -> BlockRunner:
                 runner = self._text_runner(prompt, request)
@@ -377,7 +377,7 @@ class Engine:
                 yield self._host_lane(runner, prompt, sampler, drafting)
             return
         from depthdecay.cuda.pass_graphs import PassGraphs
-        from depthdecay.cuda.window_chain import Chain
+        from depthdecay.speculative.chain_lane import Chain
 
         def make_chain() -> Chain:
             room = [Chain.room_for(positions)] * self.stack.num_layers
@@ -385,6 +385,7 @@ class Engine:
             return Chain(passes, self._short_head, self._placed_head, drafting.pace)
 
         with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
+            chain.prepare(sampler)
             yield chain
 
     def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:

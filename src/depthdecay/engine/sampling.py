@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +43,16 @@ def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.T
     return _mix(_mix(index * 0x9E3779B1 + low) + high).to(device)
 
 
-def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Standard Gumbel noise, a row per key: argmax(logits + noise) is a draw from softmax(logits).
+
+    `tokens`: those that the noise is for, where they are not the whole vocabulary.
 
     A counter-based hash instead of a generator: it needs no state, gives the same numbers on every device, and the
     noise of one row does not depend on the other rows.
     """
-    lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) * 0x85EBCA77
+    lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) if tokens is None else tokens
+    lanes = lanes * 0x85EBCA77
     bits = _mix(_mix(lanes.unsqueeze(0) + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform))
@@ -157,7 +160,7 @@ class Sampler:
             text = self.text(index - len(ahead))
             if ahead:
                 text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
-            scores = self.processors(text, scores)
+            scores = processed(self.processors, text, scores)
         if self.keys is None:
             return likeliest(scores), scores
         return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
@@ -189,13 +192,40 @@ _BLIND = {
 
 def alike(sampler: Sampler) -> tuple[Any, ...] | None:
     """What two rows must have in common to be picked together; None where a row's text plays a part."""
+    settings = settings_alike(sampler.processors)
+    return None if settings is None else (sampler.is_sampling, *settings)
+
+
+def settings_alike(processors: Iterable[Any]) -> tuple[Any, ...] | None:
+    """What tells processors apart that look at the scores alone; None where one of them reads the text."""
     settings = []
-    for processor in sampler.processors:
+    for processor in processors:
         name = type(processor).__name__
         if name not in _BLIND:
             return None
         settings.append((name, getattr(processor, _BLIND[name])))
-    return (sampler.is_sampling, *settings)
+    return tuple(settings)
+
+
+def processed(
+    processors: Sequence[Any], text: torch.Tensor, scores: torch.Tensor, has: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Scores of rows as processors leave them. `has`: by row, which tokens its text has, for the penalty on these.
+
+    On CUDA never a single row: torch sums along one row by another kernel than along several, and top-p cuts where a
+    sum passes a bound.
+    """
+    alone = scores.is_cuda and len(scores) == 1
+    if alone:
+        scores, text = scores.repeat(2, 1), text.repeat(2, 1)
+        has = None if has is None else has.repeat(2, 1)
+    for processor in processors:
+        if has is not None and hasattr(processor, "penalty"):
+            penalty = processor.penalty
+            scores = torch.where(has, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        else:
+            scores = processor(text, scores)
+    return scores[:1] if alone else scores
 
 
 def pick_tokens(
@@ -229,7 +259,7 @@ def pick_tokens(
 def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     scores = logits.to(torch.float32)
     if samplers[0].processors:
-        scores = samplers[0].processors(samplers[0].history[:0], scores)
+        scores = processed(samplers[0].processors, samplers[0].history[:0], scores)
     if not samplers[0].is_sampling:
         return likeliest(scores)
     keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]

@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.pass_graphs import Captured
-from depthdecay.cuda.window_chain import Chain, DeviceWindow, take_draft
+from depthdecay.speculative.chain_lane import Chain, DeviceWindow, take_draft
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Windows of one greedy text that the device goes through by itself: graphs that draft, verify and feed each other.
+"""Windows of one text that the device goes through by itself: graphs that draft, verify and feed each other.
 
 The host starts passes and reads what comes; it waits once a window, and the next one can be begun before that.
 """
@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from depthdecay.cuda.chain_head import ChainHead
 from depthdecay.cuda.pass_graphs import Captured, PassGraphs, apart
+from depthdecay.engine.sampling import Sampler
 from depthdecay.model.kv_cache import bucket_for, room_for
 from depthdecay.patches import replaced
 from depthdecay.runners.contract import PLAIN, Ask, Part
 from depthdecay.speculative.accept import count_right_on_device
+from depthdecay.speculative.chain_head import ChainHead
+from depthdecay.speculative.chain_pick import ChainPick
 from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace
 from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import PIECES, ShortHead, product
@@ -72,6 +74,21 @@ def take_draft(
     ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
 
 
+def take_picked(
+    picked: torch.Tensor,
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    ids: torch.Tensor,
+    drafted: torch.Tensor,
+    confidences: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """The same with a draft that was picked already, as the place of one of the logits."""
+    confidences.index_put_((turn, drafted), logits.float().softmax(-1)[0, picked])
+    drafted += 1
+    ids.scatter_(1, drafted.unsqueeze(0), (picked if rows is None else rows[picked]).unsqueeze(0))
+
+
 def take_verified(
     said: torch.Tensor,
     ids: torch.Tensor,
@@ -110,6 +127,9 @@ class Chain:
         self.head = None if draft_head is None else ChainHead(draft_head, passes.room)
         if self.head is not None:
             passes.changing += self.head.changing
+        vocabulary = passes.stack.model.get_output_embeddings().weight.shape[0]
+        self.pick = ChainPick(vocabulary, passes.room, window.ids.device)
+        passes.changing += self.pick.changing
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
         self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
         self._turn = 0
@@ -134,6 +154,7 @@ class Chain:
         passes = self.passes
         self._arrivals, self._turn = [], 0
         self._underway.clear()
+        self._text = text
         said = passes.run([Part(0, 0, text, passes.plan.num_layers, passes.plan)], self._with_states)
         if self.head is not None:
             self.head.begin(text, said.states)
@@ -149,6 +170,16 @@ class Chain:
         window.drafted.zero_()
         window.base.fill_(self.passes.filled)
         window.turn.zero_()
+        self.pick.begin(torch.tensor(self._text, device=window.ids.device), token)
+
+    def prepare(self, sampler: Sampler) -> None:
+        """The next text is picked by this sampler. Graphs of other settings make room, but for greedy ones."""
+        self.pick.prepare(sampler)
+        if self.pick.is_greedy:
+            return
+        by_key = self.passes.graphs.by_key
+        for key in [key for key in by_key if key[-1] not in ((), self.pick.settings)]:
+            del by_key[key]
 
     def offer(self, drafts: Sequence[int]) -> None:
         window, count = self.window, len(drafts)
@@ -158,7 +189,7 @@ class Chain:
 
     def draft(self, depth: int, step: int) -> None:
         bucket = bucket_for(self._at_most + step + 1)
-        key = ("draft", depth, bucket)
+        key = ("draft", depth, bucket, self.pick.settings)
         if depth == LEARNED and self.head is not None:
             self.head.unused = 0
         if key not in self.passes.graphs.by_key:
@@ -181,7 +212,7 @@ class Chain:
         size = next(size for size in SIZES if size > width)
         bucket = bucket_for(self._at_most + size)
         reads = self.head is not None and self.head.reads_along
-        key = ("verify", size, bucket, reads)
+        key = ("verify", size, bucket, reads, self.pick.settings)
         if key not in self.passes.graphs.by_key:
             layers = self.passes.stack.num_layers
             captured = self.passes.graph(key, layers, bucket, lambda: self._verify(size, bucket, reads), tokens=size)
@@ -246,7 +277,7 @@ class Chain:
             if short is not None:
                 undo.enter_context(replaced(short, "product", passes.as_few_kernels(product)))
             logits = passes.stack.run(passes.layer_pass, ids, mask, passes.cache, apart(position), ask=ask)[:, -1]
-        self._take_draft(logits, None if short is None else short.ids)
+        self._take_draft(logits, None if short is None else short.ids, position)
         return logits
 
     def _by_head(self, bucket: int) -> torch.Tensor:
@@ -265,13 +296,17 @@ class Chain:
             passes.stack.run(passes.layer_pass, ids, mask, passes.cache, apart(position), ask=ask)
             states = passes.layer_pass.states
         logits = head.draft(head.given(ids, states), position, bucket, passes.as_few_kernels)
-        self._take_draft(logits, head.head.vocabulary)
+        self._take_draft(logits, head.head.vocabulary, position)
         return logits
 
-    def _take_draft(self, logits: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def _take_draft(self, logits: torch.Tensor, rows: torch.Tensor | None, position: torch.Tensor) -> None:
         window = self.window
-        take = self.passes.as_few_kernels(take_draft)
-        take(logits, rows, window.ids, window.drafted, window.confidences, window.turn)
+        where = (window.ids, window.drafted, window.confidences, window.turn)
+        if self.pick.is_greedy:
+            self.passes.as_few_kernels(take_draft)(logits, rows, *where)
+        else:
+            picked = self.pick.draft(logits, rows, window.ids, window.drafted, position)
+            self.passes.as_few_kernels(take_picked)(picked, logits, rows, *where)
         window.confidences_host.copy_(window.confidences, non_blocking=True)
 
     def _verify(self, size: int, bucket: int, reads: bool) -> torch.Tensor:
@@ -287,9 +322,13 @@ class Chain:
         elif head is not None:
             head.leave_out(positions)
         take_over = passes.as_few_kernels(take_verified)
-        said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
+        if self.pick.is_greedy:
+            said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
+        else:
+            said = self.pick.verified(logits[0], ids, positions).unsqueeze(0)
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
         window.answers_host.copy_(window.answers, non_blocking=True)
+        self.pick.take(ids, window.base - positions[:1], window.ids[0, :1])
         if before is not None and head is not None:
             head.go_on(before.index_select(1, window.base - positions[:1] - 1))
         return logits
