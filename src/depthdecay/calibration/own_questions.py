@@ -126,8 +126,9 @@ class QuestionWriter:
 
     def _continuation(self, start: list[int], text: list[int]) -> str:
         """Read together with what stands before it: some tokenizers drop the space that a text begins with."""
-        before, whole = (self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (start, start + text))
-        return str(whole.removeprefix(before))
+        as_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        before, whole = (str(self.tokenizer.decode(ids, **as_is)) for ids in (start, start + text))
+        return whole[len(before) :] if whole.startswith(before) else ""
 
 
 def own_prompts(
