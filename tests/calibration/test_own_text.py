@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from saved_model import BYTES, SPECIAL, save_tiny_chat_model
+from saved_model import save_tiny_chat_model
+from spoken_models import plain_spoken
 from typer.testing import CliRunner
 
 import depthdecay as dd
@@ -28,18 +29,6 @@ from depthdecay.model.prompts import chat_text
 LITTLE: dict[str, Any] = {
     **{"fit_prompts": 8, "held_out_prompts": 4, "new_tokens": 8, "width": 1, "repair_rank": 2, "repair_neurons": 0},
 }
-
-
-def plain_spoken(folder: Path, **settings: Any) -> LoadedModel:
-    """A tiny model whose bytes are ASCII, mostly letters; others of a random model's bytes are no text."""
-    path = save_tiny_chat_model(folder, **settings)
-    loaded = dd.load(path, device="cpu")
-    spoken = torch.zeros(len(SPECIAL) + len(BYTES), 1)
-    spoken[[len(SPECIAL) + place for place, byte in enumerate(BYTES) if byte.isascii()]] = 1.0
-    with torch.no_grad():
-        loaded.model.lm_head.weight *= spoken
-    loaded.model.save_pretrained(path)
-    return loaded
 
 
 @pytest.fixture(autouse=True)
