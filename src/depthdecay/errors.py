@@ -13,6 +13,14 @@ class ArgumentError(DepthDecayError):
         self.parameters = parameters
 
 
+class UnwrittenResultError(DepthDecayError):
+    """All was measured, and a file for it could not be written; `report` is what would be lost."""
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class ContextError(DepthDecayError):
     """A prompt leaves no room for an answer."""
 

@@ -26,7 +26,7 @@ from depthdecay.model.load import load
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 LLAMA = "llama.cpp"
@@ -106,7 +106,7 @@ def benchmark_precisions(
         precisions=precisions,
         progress=progress or (lambda message: None),
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 

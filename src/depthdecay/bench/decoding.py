@@ -29,7 +29,7 @@ from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 
 USUAL_SPEEDUP = "1.25"
 METHODS = ("generate", "generate-static", "full", "decay")
@@ -146,7 +146,7 @@ def benchmark(
         compile_layers=compile,
         progress=say,
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,14 @@ from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.result import Result
-from depthdecay.errors import ArgumentError, failure
+from depthdecay.errors import ArgumentError, DepthDecayError, failure
 from depthdecay.model.load import as_loaded
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report, write_result
 
 SAVE_EVERY = 10.0  # seconds
 WARM_UPS = 6
@@ -85,10 +86,16 @@ def benchmark_lossless(
         compile_layers=compile,
         compared=compared,
         progress=progress or (lambda message: None),
-        save=lambda part: write_result(result_file, part.to_dict()),
+        save=lambda part: _save_in_between(result_file, part),
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
+
+
+def _save_in_between(result_file: str | os.PathLike[str] | None, part: LosslessReport) -> None:
+    """A full disk ends no measurement: there may be room at the end, and what still fails then is an error."""
+    with contextlib.suppress(DepthDecayError):
+        write_result(result_file, part.to_dict())
 
 
 def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:

@@ -19,7 +19,7 @@ from depthdecay.errors import DepthDecayError, NotCapturable
 from depthdecay.model.devices import synchronize
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 from depthdecay.runners.contract import Ask, Part
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import Pace, StepCosts
@@ -69,7 +69,7 @@ def benchmark_step_costs(
     loaded = load_model_or_shape(model, shape, device, dtype, say)
     say("timing passes")
     report = _step_costs(loaded.model, loaded.shown_name, prompt_tokens, compile, rounds)
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 

@@ -42,18 +42,22 @@ def info(
     opt.at_least(1, tokens=tokens, fidelity=fidelity)
     if fidelity is None and json_file is not None:
         raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
+    from depthdecay.result_files import require_writable, write_result
+
+    require_writable(json_file)
     length = tokens or plan.over or opt.DEFAULT_OVER
     loaded, engine = opt.open_engine(model, plan, length, quiet=as_json, allow_other_weights=allow_other_weights)
     facts = model_facts(loaded, engine)
     if fidelity is not None:
-        facts["fidelity"] = measured_fidelity(loaded, fidelity, json_file, quiet=as_json)
+        facts["fidelity"] = measured_fidelity(loaded, fidelity, quiet=as_json)
     savings = plan_savings(engine, engine.plan, length) if engine.plan is not None else None
     if as_json:
         print(json.dumps({**facts, "savings": savings}, ensure_ascii=False))
-        return
-    print_facts(facts)
-    if engine.plan is not None and savings is not None:
-        print_savings(engine.plan, savings)
+    else:
+        print_facts(facts)
+        if engine.plan is not None and savings is not None:
+            print_savings(engine.plan, savings)
+    write_result(json_file, facts.get("fidelity", {}))
 
 
 def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
@@ -97,17 +101,13 @@ def passes(engine: Engine) -> dict[str, Any]:
     return {"compiled": False, "why": "there is no compiled code here, or it gave other results"}
 
 
-def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, quiet: bool) -> dict[str, Any]:
-    """KL and agreement of both settings against the model as loaded, with a result file where one is wanted."""
+def measured_fidelity(loaded: LoadedModel, prompts: int, quiet: bool) -> dict[str, Any]:
+    """KL and agreement of both settings against the model as loaded."""
     from depthdecay.cli.show import working
     from depthdecay.evaluation.quantization_loss import measure_rounding
-    from depthdecay.result_files import require_writable, write_result
 
-    require_writable(json_file)
     with working("measuring …", quiet=quiet) as say:
-        found = measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
-    write_result(json_file, found)
-    return found
+        return measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
 
 
 def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | None]]:

@@ -6,11 +6,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from depthdecay.errors import UnwrittenResultError
 
 if TYPE_CHECKING:
     from depthdecay.engine.result import Piece, Result
@@ -137,6 +139,16 @@ def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
         console.print(depth_curve(result.depths, result.num_layers, shallowest, console.width), soft_wrap=True)
         console.print(depth_legend(result.depths, result.num_layers, shallowest))
     console.print(Text(summary(result), style="dim"))
+
+
+@contextmanager
+def shown_even_unwritten(show: Callable[[Any], None]) -> Iterator[None]:
+    """What was measured is shown also where its file cannot be written, and the error after it."""
+    try:
+        yield
+    except UnwrittenResultError as error:
+        show(error.report)
+        raise
 
 
 @contextmanager
