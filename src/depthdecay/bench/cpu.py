@@ -98,7 +98,7 @@ def benchmark_precisions(
     depth = depth_to_measure(plan, new_tokens)
     require_writable(result_file)
     report = run_cpu_bench(
-        lambda dtype: load(model, device="cpu", dtype=dtype),
+        lambda dtype: load(model, device="cpu", dtype=dtype, progress=progress),
         lambda loaded: plan_to_measure(depth, loaded),
         new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,

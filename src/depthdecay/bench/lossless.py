@@ -68,11 +68,11 @@ def benchmark_lossless(
     asked = prompts_for(prompts, task)
     stored = DepthSettings.of(plan).stored()
     drafter = None if stored is None else drafter_of(stored)
-    loaded = as_loaded(model, device=device, dtype=dtype)
+    loaded = as_loaded(model, device=device, dtype=dtype, progress=progress)
     helper = None
     if assistant is not None:
         own = {} if isinstance(assistant, LoadedModel) else {"device": device, "dtype": dtype}
-        helper = as_loaded(assistant, **own).model
+        helper = as_loaded(assistant, **own, progress=progress).model
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     report = run_lossless_bench(
         loaded.model,

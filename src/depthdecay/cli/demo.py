@@ -75,10 +75,10 @@ def demo(
     loaded = options.load()
     plan = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
     assert plan is not None
-    # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
-    full_engine, decay_engine = options.engine(loaded, None), options.engine(loaded, plan)
     # Before either is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
-    with working("warming up …"):
+    with working("warming up …") as say:
+        # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
+        full_engine, decay_engine = (options.engine(loaded, depth, progress=say) for depth in (None, plan))
         for engine in (full_engine, decay_engine):
             engine.generate([question], _warm_up_tokens(engine, new_tokens), mode=engine.step_mode, do_sample=False)
     console = out_console()

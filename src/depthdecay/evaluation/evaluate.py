@@ -105,7 +105,9 @@ def evaluate(
     stored = DepthSettings.of(plan).stored()
     asked = _opened(task, TaskOptions(_path(data), limit, shots, _tuple(subtasks), _path(prompts_dir)))
     target, answers = require_writable(result_file), require_writable(answers_file)
-    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    say = progress or (lambda message: None)
+    trusted = trust_remote_code or None
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trusted, progress=say)
     if loaded.tokenizer is None:
         raise DepthDecayError(f"'{loaded.name}' has no tokenizer, so it cannot be asked anything; give one that has")
     settings = EvaluationSettings(
@@ -119,7 +121,6 @@ def evaluate(
         loaded.quantize_as_filed() if quantize is None else quantize,
     )
     work = WorkFile(None) if target is None else WorkFile.beside(target)
-    say = progress or (lambda message: None)
     told: list[str] = []
     report = run_evaluation(loaded, asked, settings, stored, work=work, tell=told.append, progress=say)
     try:
@@ -170,7 +171,7 @@ def run_evaluation(
 
     `tell` gets every answer as a line of JSON.
     """
-    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin)
+    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin, say=progress)
     if plan is not None:
         _refuse_early(plan, stack, settings.allow_other_weights)
     chat = bool(getattr(loaded.tokenizer, "chat_template", None)) if settings.chat is None else settings.chat
