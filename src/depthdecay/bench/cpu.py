@@ -18,7 +18,7 @@ from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, 
 from depthdecay.bench.decoding import depth_to_measure, plan_to_measure
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
@@ -186,8 +186,10 @@ def _ours(
     quantize = precision if precision in ("int8", "int4") else "none"
     made = []
     for mode in ("full", "decay"):
-        engine = Engine(loaded.model, plan=plan if mode == "decay" else None, quantize=quantize, origin=loaded.origin)
-        own = plan if mode == "decay" else engine.full_plan
+        own = plan if mode == "decay" else None
+        with guess_is_meant():
+            engine = Engine(loaded.model, plan=own, quantize=quantize, origin=loaded.origin)
+        own = own or engine.full_plan
         costs = Costs(engine.stack, own, engine.repairs)
         made.append(
             _CpuContender(

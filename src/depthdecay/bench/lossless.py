@@ -16,7 +16,7 @@ from depthdecay.argument_checks import whole_number
 from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError, DepthDecayError, failure
 from depthdecay.model.load import as_loaded
@@ -141,7 +141,8 @@ def run_lossless_bench(
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
     compile = compile_layers and on_cuda
-    engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
+    with guess_is_meant():
+        engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full")}
     for label, engine in engines.items():

@@ -479,7 +479,8 @@ def _chosen_plan(
 ) -> Plan | None:
     """The plan that was asked for; in lossless mode, unless a speed was named, the one beside it that drafts best."""
     depth = DepthSettings.of(asked)
-    plan = depth.choose(stack, loaded.name if loaded is not None else None)
+    name = loaded.name if loaded is not None else None
+    plan = depth.choose(stack, name, drafts_only=mode == "lossless")
     return drafter_of(plan) if plan is not None and mode == "lossless" and depth.speedup is None else plan
 
 
