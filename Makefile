@@ -5,12 +5,13 @@ VENV ?= .venv
 # vLLM pins its own torch and transformers, so it lives apart.
 VENV_VLLM ?= .venv-vllm
 
-# The newest transformers over what is in $(VENV), so that torch is not installed twice.
+# The newest transformers and triton over what is in $(VENV), which is what pip gives a user who pins nothing. All but torch:
+# with what it needs for CUDA the newest is 3 GB, and downloading that takes as long as the tests.
 VENV_NEWEST ?= .venv-newest
 # Other people's clients over what is in $(VENV): they bring some thirty packages along.
 VENV_CLIENTS ?= .venv-clients
-# The tests that show what a new transformers has changed: its private names, loading, and decoding beside generate.
-NEWEST_TESTS := $(patsubst %,tests/%.py,test_library_internals test_self_check plan/test_identity \
+# The tests that show what new releases have changed: private names, loading, decoding beside generate, and how a command ends.
+NEWEST_TESTS := $(patsubst %,tests/%.py,test_library_internals test_self_check plan/test_identity cli/test_process \
   $(patsubst %,engine/test_%,engine request sampling streamers) \
   $(patsubst %,model/test_%,layers load grouped_attention control_tokens) \
   $(patsubst %,integrations/transformers/test_%,applied assistant))
@@ -44,8 +45,8 @@ define over_venv
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
 endef
 
-test-newest: $(STAMP) ## the quick tests with the newest transformers below 6, in an environment of its own
-	$(call over_venv,$(VENV_NEWEST),--upgrade 'transformers<6')
+test-newest: $(STAMP) ## the quick tests with the newest transformers below 6 and triton, in an environment of its own
+	$(call over_venv,$(VENV_NEWEST),--upgrade 'transformers<6' 'triton; sys_platform == "linux"')
 	$(VENV_NEWEST)/bin/python -m pytest -m 'not slow and not cuda' $(NEWEST_TESTS)
 
 test-clients: $(STAMP) ## the server with litellm and langchain_openai, in an environment of its own

@@ -13,6 +13,14 @@ class ArgumentError(DepthDecayError):
         self.parameters = parameters
 
 
+class UnwrittenResultError(DepthDecayError):
+    """All was measured, and a file for it could not be written; `report` is what would be lost."""
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class ContextError(DepthDecayError):
     """A prompt leaves no room for an answer."""
 
@@ -29,8 +37,17 @@ class UnsupportedModelError(DepthDecayError):
     """The model has a shape that depth decay cannot run correctly, so it is refused."""
 
 
+class GuessedPlanWarning(UserWarning):
+    """A plan drops layers that nobody has measured."""
+
+
 class NotCapturable(DepthDecayError):
     """The model cannot run as CUDA graphs; passes go on eagerly."""
+
+
+def install(extra: str) -> str:
+    """How to get what an extra brings. From the source: the package is on no index."""
+    return f"in depthdecay's source folder, pip install '.[{extra}]'"
 
 
 def one_line(error: object, limit: int = 200) -> str:

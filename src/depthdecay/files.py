@@ -25,11 +25,18 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     folder = expanded(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        try_folder(folder)
     except OSError as error:
         raise DepthDecayError(f"cannot write to the folder '{path}': {error.strerror or error}") from None
     except ValueError:
         raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
     return folder
+
+
+def try_folder(folder: Path) -> None:
+    """Make and remove what `made_aside` makes there; an OSError says that no file can be written."""
+    with _aside(folder):
+        pass
 
 
 def cache_folder() -> Path:
@@ -64,12 +71,16 @@ def made_aside(path: Path) -> Iterator[Path]:
 
     Several may make the same one at once. In a folder, since of tempfile's own files only their owner may read them.
     """
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
+    with _aside(path.parent) as folder:
         made = Path(folder, path.name)
         yield made
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         made.replace(path)
+
+
+def _aside(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=".building-", dir=folder)
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

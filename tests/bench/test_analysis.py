@@ -249,7 +249,7 @@ def test_bad_options_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = refused("--out", str(tmp_path / "out"), "--prompts", "any.jsonl")
-    assert "pip install depthdecay[plot]" in line
+    assert "pip install '.[plot]'" in line
 
 
 def test_command_draws_results_alone(tmp_path: Path) -> None:

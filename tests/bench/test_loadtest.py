@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,16 @@ def test_a_server_that_wants_a_key(tmp_path: Path) -> None:
         with pytest.raises(DepthDecayError, match="API key"):
             run_load(Load(server.url, requests=1))
         assert run_load(Load(server.url, requests=1, max_tokens=2, api_key="k")).whole == 1
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    ran = CliRunner().invoke(app, ["loadtest"])
+    assert ran.exit_code == 2
+    assert ran.stderr == (
+        "depthdecay: a load test needs httpx, which is not installed; "
+        "in depthdecay's source folder, pip install '.[serve]'\n"
+    )
 
 
 def test_nobody_there() -> None:

@@ -176,12 +176,13 @@ def test_a_plan_file_is_used_and_its_weights_left_out_of_the_json(tiny: str, tmp
     answer = json.loads(result.stdout)
     assert answer["depths"] == list(plan.depths(6))
     assert "fingerprint" not in answer["plan"]["model"]
-    assert result.stderr == ""
+    (line,) = result.stderr.splitlines()  # of other weights there is no word
+    assert "by guess" in line
 
 
 def test_other_weights_are_warned_about_on_one_line(tiny: str, tmp_path: Path) -> None:
     other = save_tiny_chat_model(tmp_path / "other", seed=1)
-    plan = Plan.decay(LAYERS, 0.9).with_model(identity(load(other, device="cpu").model))
+    plan = Plan.decay(LAYERS, 0.9, drop_order=[4, 3, 5, 2]).with_model(identity(load(other, device="cpu").model))
     result = run("generate", "-m", tiny, "-n", "3", "--plan", str(plan.save(tmp_path / "p.json")), "hi")
     assert result.exit_code == 0
     assert result.stderr.startswith("warning: ")
@@ -381,8 +382,21 @@ def test_info_for_people_is_plain_when_piped(tiny: str) -> None:
     assert result.exit_code == 0
     assert "LlamaForCausalLM" in result.stdout
     assert "layer speed-up" in result.stdout
+    assert "\nladder                 middle-out, a guess: core 0, 1, " in result.stdout
+    assert "default ladder" not in result.stdout  # the plan has its own
     assert "\x1b" not in result.stdout
     assert result.stderr.startswith("warning: layers are dropped from the middle outwards, by guess")
+
+
+@pytest.mark.usefixtures("cache")
+def test_info_shows_the_ladder_that_a_speed_up_would_take() -> None:
+    by_speedup = run("info", "--device", "cpu", "--speedup", "1.1")
+    assert by_speedup.exit_code == 0, by_speedup.output
+    ladder = next(line for line in by_speedup.stdout.splitlines() if line.startswith("ladder"))
+    assert "calibrated: core 0, " in ladder
+    assert "middle-out" not in by_speedup.stdout
+    plain = run("info", "--device", "cpu")
+    assert ladder.partition("calibrated")[2] in plain.stdout
 
 
 # --- drawing and options --------------------------------------------------------------------------------------------

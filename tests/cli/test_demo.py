@@ -42,7 +42,7 @@ def test_without_matplotlib_it_says_how_to_get_it(tiny: str, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, output = demo("-m", tiny, "--out", str(tmp_path))
     assert code == 0, output
-    assert "depthdecay[plot]" in output
+    assert "pip install '.[plot]'" in output
     assert list(tmp_path.iterdir()) == []
 
 

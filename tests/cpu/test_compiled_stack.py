@@ -193,6 +193,12 @@ def test_changed_weights_are_seen_by_the_next_text() -> None:
     assert tokens(engine, PROMPTS[:1]) == tokens(dd.Engine(model, fast=False), PROMPTS[:1]) != before
 
 
+def test_an_engine_tells_that_weights_are_rounded() -> None:
+    said: list[str] = []
+    dd.Engine(tiny_model(), quantize="int8", progress=said.append)
+    assert "rounding weights to int8 (once) …" in said
+
+
 def test_matrices_that_cannot_be_rounded_are_left_and_listed() -> None:
     model = tiny_model(intermediate_size=40)
     stack = open_stack(model, quantize="int8")
@@ -214,7 +220,7 @@ def test_bytes_are_those_that_are_read() -> None:
 
 
 def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
+    def missing(say: object) -> None:
         raise library.Unavailable("there is no C++ compiler (c++, g++ or clang++)")
 
     model = tiny_model()
@@ -311,7 +317,8 @@ class TestStore:
 
 class TestLibrary:
     def test_a_broken_compiler_is_told_in_a_line(self, tmp_path: Path) -> None:
-        with pytest.raises(library.Unavailable, match="false cannot compile the pass"):
+        said = "the compiler /bin/false cannot compile the pass: it ends with code 1 and says nothing"
+        with pytest.raises(library.Unavailable, match=said):
             library.build("/bin/false", tmp_path / "pass.so")
         assert not list(tmp_path.iterdir())
 
@@ -326,7 +333,9 @@ class TestLibrary:
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
         monkeypatch.setattr(library, "_TUNED", ((),))
         monkeypatch.setattr(library, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS))
-        library.library.__wrapped__()
+        said: list[str] = []
+        library._found_or_built(said.append)
+        assert said == ["compiling the code for this CPU (once) …"]
         (file,) = (tmp_path / "kernels").glob("*.so")
         content = file.read_bytes()
         loaded: list[int] = []
@@ -334,8 +343,11 @@ class TestLibrary:
         for damaged in (content[: len(content) // 2], content[:-4096] + bytes(4096)):
             file.unlink()  # a new file: this process has the old one loaded, and cut short it ends in a signal at exit
             file.write_bytes(damaged)
-            library.library.__wrapped__()
+            library._found_or_built(said.append)
         assert loaded == [len(content)] * 2
+        assert len(said) == 3
+        library._found_or_built(said.append)
+        assert len(said) == 3  # what is there is not compiled again
 
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))

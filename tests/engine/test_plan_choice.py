@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tiny_models import LAYERS, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from depthdecay import Plan
-from depthdecay.engine.plan_choice import DepthSettings
-from depthdecay.errors import ArgumentError, DepthDecayError
+from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
+from depthdecay.errors import ArgumentError, DepthDecayError, GuessedPlanWarning
+from depthdecay.integrations.transformers.applied import applied
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.file import EMBEDDED_MODEL, EMBEDDED_PLAN
@@ -124,3 +127,28 @@ def test_contradictions_are_refused_by_python_names(
 def test_a_plan_that_is_not_there_is_refused() -> None:
     with pytest.raises(DepthDecayError, match="no plan at"):
         DepthSettings("no/such/plan.json").stored()
+
+
+def test_a_guessed_plan_is_warned_of_once_by_whoever_decodes_with_it(tmp_path: Path) -> None:
+    model = tiny_model()
+    guess = Plan.for_speedup(LAYERS, 1.25, over_tokens=32)
+    for plan in (guess, Plan.decay(LAYERS, 0.95), guess.save(tmp_path / "plan.json")):
+        with pytest.warns(GuessedPlanWarning, match="by guess: expect much lower quality") as told:
+            Engine(model, plan=plan).generate([[5, 6]], 4)
+        assert len(told) == 1
+    with pytest.warns(GuessedPlanWarning) as told, applied(model, guess):
+        pass
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_what_was_measured_or_loses_nothing_is_not_warned_of() -> None:
+    model = tiny_model()
+    guess = Plan.for_speedup(LAYERS, 1.25, over_tokens=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine(model, plan=guess, mode="lossless")
+        Engine(model, plan=Plan.decay(LAYERS, 0.95, drop_order=[4, 3, 5, 2]))
+        Engine(model, plan=replace(guess, notes={"calibration": {}}))
+        Engine(model, plan=Plan.decay(LAYERS, 1))
+        with guess_is_meant():
+            Engine(model, plan=guess)

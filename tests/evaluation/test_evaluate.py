@@ -591,3 +591,27 @@ def test_mistakes_are_one_line_and_code_2(tiny_folder: str, gsm8k: str, words: l
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_figures_are_shown_also_where_their_files_cannot_be_written(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may fill up during the hours of an evaluation."""
+
+    def full(path: Path, content: str | bytes) -> Path:
+        raise OSError(28, "No space left on device", str(path))
+
+    questions = tmp_path / "gsm.jsonl"
+    questions.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 2)
+    words = ["eval", "--task", "gsm8k", "--data", str(questions), "-m", tiny_folder, "--device", "cpu", "-n", "3"]
+    files = ["--json", str(tmp_path / "result.json"), "--answers", str(tmp_path / "answers.jsonl")]
+    for writer in ("result_files", "evaluation.evaluate"):
+        with monkeypatch.context() as disk:
+            disk.setattr(f"depthdecay.{writer}.write_whole", full)
+            result = CliRunner().invoke(app, [*words, *files])
+        assert result.exit_code == 2
+        assert "decode" in result.stdout
+        assert "full" in result.stdout
+        assert result.stderr.splitlines()[-1].startswith("depthdecay: cannot write")
+        assert "No space left on device" in result.stderr
+    assert (tmp_path / "result.json").is_file()  # the answers' failure did not take the figures along

@@ -844,7 +844,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     ran = CliRunner().invoke(app, ["serve"])
     assert ran.exit_code == 2
-    assert "depthdecay[serve]" in ran.output
+    assert "pip install '.[serve]'" in ran.output
 
 
 # The schema.

@@ -18,7 +18,7 @@ from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, 
 from depthdecay.bench.decoding import depth_to_measure, plan_to_measure
 from depthdecay.cpu.threads import threads
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.layers import LayerStack
@@ -26,7 +26,7 @@ from depthdecay.model.load import load
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 LLAMA = "llama.cpp"
@@ -98,7 +98,7 @@ def benchmark_precisions(
     depth = depth_to_measure(plan, new_tokens)
     require_writable(result_file)
     report = run_cpu_bench(
-        lambda dtype: load(model, device="cpu", dtype=dtype),
+        lambda dtype: load(model, device="cpu", dtype=dtype, progress=progress),
         lambda loaded: plan_to_measure(depth, loaded),
         new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,
@@ -106,7 +106,7 @@ def benchmark_precisions(
         precisions=precisions,
         progress=progress or (lambda message: None),
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 
@@ -186,8 +186,10 @@ def _ours(
     quantize = precision if precision in ("int8", "int4") else "none"
     made = []
     for mode in ("full", "decay"):
-        engine = Engine(loaded.model, plan=plan if mode == "decay" else None, quantize=quantize, origin=loaded.origin)
-        own = plan if mode == "decay" else engine.full_plan
+        own = plan if mode == "decay" else None
+        with guess_is_meant():
+            engine = Engine(loaded.model, plan=own, quantize=quantize, origin=loaded.origin)
+        own = own or engine.full_plan
         costs = Costs(engine.stack, own, engine.repairs)
         made.append(
             _CpuContender(

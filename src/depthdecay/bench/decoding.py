@@ -22,14 +22,14 @@ from depthdecay.bench.contenders import (
 )
 from depthdecay.bench.model_shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.costs import Costs
 from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 
 USUAL_SPEEDUP = "1.25"
 METHODS = ("generate", "generate-static", "full", "decay")
@@ -146,7 +146,7 @@ def benchmark(
         compile_layers=compile,
         progress=say,
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 
@@ -210,7 +210,8 @@ def _decoding(
 ) -> Decode:
     if method in ("full", "decay"):
         compile = compile_layers and prompts.device.type == "cuda"
-        engine = Engine(model, plan=plan if method == "decay" else None, compile=compile)
+        with guess_is_meant():
+            engine = Engine(model, plan=plan if method == "decay" else None, compile=compile)
         return decoding(engine, method, prompts, new_tokens)
     static = {"cache_implementation": "static"} if method == "generate-static" else {}
     return transformers_decoding(model, prompts, new_tokens, **static)

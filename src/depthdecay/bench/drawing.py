@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, install
 from depthdecay.files import write_whole
 
 INK, GRID = "#3b4252", "#d8dde6"
@@ -63,7 +63,7 @@ def can_draw() -> bool:
 
 def require_drawing() -> None:
     if not can_draw():
-        raise DepthDecayError("figures need matplotlib, which is not installed; pip install depthdecay[plot]")
+        raise DepthDecayError(f"figures need matplotlib, which is not installed; {install('plot')}")
 
 
 def write_chart(folder: Path, chart: Chart) -> list[Path]:

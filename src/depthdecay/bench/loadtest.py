@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from depthdecay.argument_checks import is_loopback, whole_number
-from depthdecay.errors import ArgumentError, DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, install, one_line
 
 MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 1024
@@ -118,6 +118,10 @@ def percentiles(seconds: list[float | None]) -> dict[str, float] | None:
 
 
 def run_load(load: Load, progress: Callable[[int], None] | None = None) -> LoadReport:
+    try:
+        import httpx  # noqa: F401
+    except ImportError:
+        raise DepthDecayError(f"a load test needs httpx, which is not installed; {install('serve')}") from None
     return asyncio.run(_run(load, progress or (lambda done: None)))
 
 

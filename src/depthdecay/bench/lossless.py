@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +16,16 @@ from depthdecay.argument_checks import whole_number
 from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
-from depthdecay.engine.plan_choice import DepthSettings
+from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.engine.result import Result
-from depthdecay.errors import ArgumentError, failure
+from depthdecay.errors import ArgumentError, DepthDecayError, failure
 from depthdecay.model.load import as_loaded
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import token_ids
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report, write_result
 
 SAVE_EVERY = 10.0  # seconds
 WARM_UPS = 6
@@ -67,11 +68,11 @@ def benchmark_lossless(
     asked = prompts_for(prompts, task)
     stored = DepthSettings.of(plan).stored()
     drafter = None if stored is None else drafter_of(stored)
-    loaded = as_loaded(model, device=device, dtype=dtype)
+    loaded = as_loaded(model, device=device, dtype=dtype, progress=progress)
     helper = None
     if assistant is not None:
         own = {} if isinstance(assistant, LoadedModel) else {"device": device, "dtype": dtype}
-        helper = as_loaded(assistant, **own).model
+        helper = as_loaded(assistant, **own, progress=progress).model
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     report = run_lossless_bench(
         loaded.model,
@@ -85,10 +86,16 @@ def benchmark_lossless(
         compile_layers=compile,
         compared=compared,
         progress=progress or (lambda message: None),
-        save=lambda part: write_result(result_file, part.to_dict()),
+        save=lambda part: _save_in_between(result_file, part),
     )
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
+
+
+def _save_in_between(result_file: str | os.PathLike[str] | None, part: LosslessReport) -> None:
+    """A full disk ends no measurement: there may be room at the end, and what still fails then is an error."""
+    with contextlib.suppress(DepthDecayError):
+        write_result(result_file, part.to_dict())
 
 
 def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
@@ -134,7 +141,8 @@ def run_lossless_bench(
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
     compile = compile_layers and on_cuda
-    engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
+    with guess_is_meant():
+        engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full")}
     for label, engine in engines.items():

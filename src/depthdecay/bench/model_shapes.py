@@ -69,7 +69,7 @@ def load_model_or_shape(
 ) -> LoadedModel:
     """A model, the embedded one where none is named; or random weights, on a GPU in bfloat16 unless told otherwise."""
     if shape is None:
-        return as_loaded(EMBEDDED_MODEL if model is None else model, device=device, dtype=dtype)
+        return as_loaded(EMBEDDED_MODEL if model is None else model, device=device, dtype=dtype, progress=say)
     place = choose_device(device)
     number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     say(f"making {shape} with random weights")

@@ -14,12 +14,13 @@ import torch
 from depthdecay.argument_checks import whole_number
 from depthdecay.bench.model_shapes import check_source, load_model_or_shape
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import guess_is_meant
 from depthdecay.engine.request import PLAIN_GREEDY, prepare_request
 from depthdecay.errors import DepthDecayError, NotCapturable
 from depthdecay.model.devices import synchronize
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 from depthdecay.runners.contract import Ask, Part
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import Pace, StepCosts
@@ -69,7 +70,7 @@ def benchmark_step_costs(
     loaded = load_model_or_shape(model, shape, device, dtype, say)
     say("timing passes")
     report = _step_costs(loaded.model, loaded.shown_name, prompt_tokens, compile, rounds)
-    write_result(result_file, report.to_dict())
+    write_report(result_file, report)
     return report
 
 
@@ -78,7 +79,8 @@ def _step_costs(model: Any, name: str, prompt_tokens: int, compile_layers: bool,
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     depths = sorted({max(1, layers * part // 4) for part in (1, 2, 3)})
     plan = Plan.constant(layers, depths[0], core_head=1 if depths[0] > 1 else 0, core_tail=0)
-    engine = Engine(model, plan=plan, compile=compile_layers and on_cuda)
+    with guess_is_meant():
+        engine = Engine(model, plan=plan, compile=compile_layers and on_cuda)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
     request = prepare_request(engine, ids.tolist(), 64, PLAIN_GREEDY)

@@ -119,7 +119,8 @@ def calibrate(
     asked = None if prompts is None else prompts_for(prompts, task)
     folder = make_folder(out)
     say = progress or (lambda message: None)
-    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    trusted = trust_remote_code or None
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trusted, progress=say)
     if quantize in QUANTIZED:
         assert quantize is not None
         widen_in_place(loaded.model, quantize, loaded.origin)

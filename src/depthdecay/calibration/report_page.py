@@ -16,7 +16,7 @@ from depthdecay.bench.figures import (
     ladder_chart,
     perplexity_chart,
 )
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, install
 
 REPORT_FILE = "report.html"
 
@@ -192,7 +192,7 @@ def _pictures(data: Mapping[str, Any]) -> str:
     if not charts:
         return f'<p class="soft">{dropping}</p>\n' if dropping else ""
     if not can_draw():
-        note = "The pictures are left out: they need matplotlib (pip install depthdecay[plot])."
+        note = f"The pictures are left out: they need matplotlib ({install('plot')})."
         return f'<h2>Pictures</h2>\n<p class="soft">{escape(f"{note} {dropping}".strip())}</p>\n'
     figures = (
         f'<figure role="img" aria-label="{escape(caption)}">\n{inline_svg(chart)}\n'

@@ -72,7 +72,7 @@ def _measured(
     allow_other_weights: bool,
 ) -> list[Chart]:
     """Measure, and write what was measured beside the figures, with the command and the machine."""
-    with working("preparing …") as say:
+    with working("preparing …", lasting=True) as say:
         from depthdecay.bench.analysis import analyze as measure
         from depthdecay.bench.analysis import charts, fitting_prompts
         from depthdecay.prompt_files import read_prompts
@@ -81,7 +81,7 @@ def _measured(
         texts = read_prompts(prompts)
         say(f"loading {options.model}")
         loaded = options.load(quiet=True)
-        engine = options.engine(loaded, plan, allow_other_weights=allow_other_weights)
+        engine = options.engine(loaded, plan, allow_other_weights=allow_other_weights, progress=say)
         analysis = measure(engine, fitting_prompts(engine, texts, limit, new_tokens), new_tokens, say)
     settings = {
         "model": loaded.shown_name,

@@ -12,7 +12,7 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.bench_kinds import LOSSLESS, PASSES, PRECISIONS, SPEED, Kind, refuse_ignored
 from depthdecay.cli.bench_tables import print_decoding, print_lossless, print_precisions, print_step_costs
 from depthdecay.cli.process import settle
-from depthdecay.cli.show import working
+from depthdecay.cli.show import shown_even_unwritten, working
 from depthdecay.errors import DepthDecayError
 
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
@@ -135,7 +135,7 @@ def _bench_decoding(
     source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
     plan = plans.read()
-    with working("preparing …") as say:
+    with shown_even_unwritten(print_decoding), working("preparing …") as say:
         settle()
         from depthdecay.bench.decoding import benchmark
 
@@ -162,7 +162,7 @@ def _bench_precisions(
 ) -> None:
     """Every precision, full and by the plan, between transformers and llama.cpp."""
     plan = plans.read()
-    with working("preparing …", lasting=True) as say:
+    with shown_even_unwritten(print_precisions), working("preparing …", lasting=True) as say:
         settle(source.threads)
         from depthdecay.bench.cpu import PRECISIONS as ALL
         from depthdecay.bench.cpu import benchmark_precisions
@@ -191,7 +191,7 @@ def _bench_lossless(
     stored = plans.load()
     peers = lossless.peers
     assert lossless.prompts is not None
-    with working("preparing …", lasting=True) as say:
+    with shown_even_unwritten(print_lossless), working("preparing …", lasting=True) as say:
         settle()
         from depthdecay.bench.lossless import benchmark_lossless
 
@@ -216,7 +216,7 @@ def _bench_lossless(
 
 def _bench_step_costs(source: SourceOptions, measured: MeasurementOptions, json_file: str | None) -> None:
     """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
-    with working("preparing …") as say:
+    with shown_even_unwritten(print_step_costs), working("preparing …") as say:
         settle()
         from depthdecay.bench.step_costs import benchmark_step_costs
 

@@ -16,7 +16,8 @@ from rich.text import Text
 from depthdecay.cli import options as opt
 from depthdecay.cli.generate import stream_text
 from depthdecay.cli.show import depth_curve, depth_legend, out_console, working
-from depthdecay.errors import DepthDecayError
+from depthdecay.engine.plan_choice import guess_is_meant
+from depthdecay.errors import DepthDecayError, install
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -75,10 +76,11 @@ def demo(
     loaded = options.load()
     plan = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
     assert plan is not None
-    # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
-    full_engine, decay_engine = options.engine(loaded, None), options.engine(loaded, plan)
     # Before either is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
-    with working("warming up …"):
+    with working("warming up …") as say:
+        # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
+        with guess_is_meant():
+            full_engine, decay_engine = (options.engine(loaded, depth, progress=say) for depth in (None, plan))
         for engine in (full_engine, decay_engine):
             engine.generate([question], _warm_up_tokens(engine, new_tokens), mode=engine.step_mode, do_sample=False)
     console = out_console()
@@ -186,7 +188,7 @@ def save_picture(result: Result, plan: Plan, model: str, folder: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "no picture: matplotlib is not installed; pip install 'depthdecay[plot]' brings it"
+        return f"no picture: matplotlib is not installed; {install('plot')} brings it"
     matplotlib.use("Agg")
     file = folder / "depth.png"
     try:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.process import settle
-from depthdecay.cli.show import figures_table, working
+from depthdecay.cli.show import figures_table, shown_even_unwritten, working
 from depthdecay.errors import DepthDecayError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def eval_command(
 
     # Opened here, since a wrong name or file should not have to wait for torch.
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    with working("preparing …", lasting=True) as say:
+    with shown_even_unwritten(_print_report), working("preparing …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.evaluation.evaluate import evaluate
 

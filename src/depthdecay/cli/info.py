@@ -13,6 +13,7 @@ from depthdecay.cli import options as opt
 from depthdecay.cli.show import depth_curve, out_console
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.ladder import Ladder
+from depthdecay.plan.stored_plans import shipped_plan
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
@@ -42,18 +43,22 @@ def info(
     opt.at_least(1, tokens=tokens, fidelity=fidelity)
     if fidelity is None and json_file is not None:
         raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
+    from depthdecay.result_files import require_writable, write_result
+
+    require_writable(json_file)
     length = tokens or plan.over or opt.DEFAULT_OVER
     loaded, engine = opt.open_engine(model, plan, length, quiet=as_json, allow_other_weights=allow_other_weights)
     facts = model_facts(loaded, engine)
     if fidelity is not None:
-        facts["fidelity"] = measured_fidelity(loaded, fidelity, json_file, quiet=as_json)
+        facts["fidelity"] = measured_fidelity(loaded, fidelity, quiet=as_json)
     savings = plan_savings(engine, engine.plan, length) if engine.plan is not None else None
     if as_json:
         print(json.dumps({**facts, "savings": savings}, ensure_ascii=False))
-        return
-    print_facts(facts)
-    if engine.plan is not None and savings is not None:
-        print_savings(engine.plan, savings)
+    else:
+        print_facts(facts, with_ladder=engine.plan is None)
+        if engine.plan is not None and savings is not None:
+            print_savings(engine.plan, savings)
+    write_result(json_file, facts.get("fidelity", {}))
 
 
 def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
         "dtype": str(stack.model.dtype).removeprefix("torch."),
         "device": str(engine.device),
         "chat_template": bool(getattr(loaded.tokenizer, "chat_template", None)),
-        "default_ladder": default_ladder(stack.num_layers),
+        "default_ladder": default_ladder(loaded.name, stack.num_layers),
         "passes": passes(engine),
     }
 
@@ -97,17 +102,13 @@ def passes(engine: Engine) -> dict[str, Any]:
     return {"compiled": False, "why": "there is no compiled code here, or it gave other results"}
 
 
-def measured_fidelity(loaded: LoadedModel, prompts: int, json_file: str | None, quiet: bool) -> dict[str, Any]:
-    """KL and agreement of both settings against the model as loaded, with a result file where one is wanted."""
+def measured_fidelity(loaded: LoadedModel, prompts: int, quiet: bool) -> dict[str, Any]:
+    """KL and agreement of both settings against the model as loaded."""
     from depthdecay.cli.show import working
     from depthdecay.evaluation.quantization_loss import measure_rounding
-    from depthdecay.result_files import require_writable, write_result
 
-    require_writable(json_file)
     with working("measuring …", quiet=quiet) as say:
-        found = measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
-    write_result(json_file, found)
-    return found
+        return measure_rounding(loaded, ("int8", "int4"), prompts, progress=say)
 
 
 def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | None]]:
@@ -115,13 +116,19 @@ def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | Non
     return [{"layers": count, "window": window} for window, count in Counter(windows).items()]
 
 
-def default_ladder(num_layers: int) -> dict[str, Any] | None:
-    """What is dropped, in which order, where nothing was measured; null for models too small to have flex layers."""
+def default_ladder(model: str, num_layers: int) -> dict[str, Any] | None:
+    """What is dropped, in which order, by --speedup alone; null for models too small to have flex layers."""
+    shipped = shipped_plan(model)
+    if shipped is not None:
+        return _ladder_facts("calibrated", shipped.ladder)
     try:
-        ladder = Ladder.middle_out(num_layers)
+        return _ladder_facts("middle-out", Ladder.middle_out(num_layers))
     except DepthDecayError:
         return None
-    return {"order": "middle-out", "core": list(ladder.core), "drop_order": list(ladder.drop_order)}
+
+
+def _ladder_facts(order: str, ladder: Ladder) -> dict[str, Any]:
+    return {"order": order, "core": list(ladder.core), "drop_order": list(ladder.drop_order)}
 
 
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
@@ -152,8 +159,8 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     }
 
 
-def print_facts(facts: dict[str, Any]) -> None:
-    ladder = facts["default_ladder"]
+def print_facts(facts: dict[str, Any], with_ladder: bool) -> None:
+    """Without the ladder where a plan follows, which has its own."""
     sizes = sorted(set(facts["layer_bytes"]))
     layer = size_words(sizes[0]) if len(sizes) == 1 else f"{size_words(sizes[0])} to {size_words(sizes[-1])}"
     kinds = (
@@ -174,12 +181,10 @@ def print_facts(facts: dict[str, Any]) -> None:
         "passes": passes_words(facts["passes"]),
         "chat template": "yes" if facts["chat_template"] else "no",
         "default mode": "lossless: the full model's own answer, drafted where that pays",
-        "default ladder": (
-            f"middle-out: core {layer_words(ladder['core'])}, first dropped {layer_words(ladder['drop_order'][:4])} …"
-            if ladder
-            else "none: too few layers to drop any"
-        ),
     }
+    if with_ladder:
+        ladder = facts["default_ladder"]
+        rows["default ladder"] = ladder_words(ladder) if ladder else "none: too few layers to drop any"
     if facts["passes"].get("quantized") and facts["passes"]["quantized"]["own_precision"]:
         rows["own precision"] = ", ".join(facts["passes"]["quantized"]["own_precision"])
     for setting, figures in facts.get("fidelity", {}).get("settings", {}).items():
@@ -200,6 +205,12 @@ def passes_words(passes: dict[str, Any]) -> str:
     return f"{words}, {kinds}" + (f" ({kept} of them the file's own blocks)" if kept else "")
 
 
+def ladder_words(ladder: dict[str, Any]) -> str:
+    guess = ", a guess" if ladder["order"] == "middle-out" else ""
+    first = layer_words(ladder["drop_order"][:4])
+    return f"{ladder['order']}{guess}: core {layer_words(ladder['core'])}, first dropped {first} …"
+
+
 def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
     tokens = savings["tokens"]
     console = out_console()
@@ -209,6 +220,7 @@ def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
     _print_rows(
         {
             "plan": plan.describe(),
+            "ladder": ladder_words(_ladder_facts(ladder_order(plan), plan.ladder)),
             f"depth over {tokens} tokens": f"{table[0]['depth']} to {table[-1]['depth']}, "
             f"on average {savings['average_depth']:.2f} of {plan.num_layers}",
             "layer speed-up": f"{savings['layer_speedup']:.3f}x",
@@ -219,6 +231,13 @@ def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
     if console.is_terminal:
         console.print()
         console.print(depth_curve(plan.depths(tokens), plan.num_layers, table[-1]["depth"], min(console.width, 80)))
+
+
+def ladder_order(plan: Plan) -> str:
+    """Where a plan's order of layers comes from."""
+    if "calibration" in plan.notes:
+        return "calibrated"
+    return "middle-out" if plan.ladder.is_guess else "as the plan says"
 
 
 def _print_rows(rows: dict[str, str]) -> None:

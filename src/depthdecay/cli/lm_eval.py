@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from depthdecay.cli import options as opt
-from depthdecay.errors import DepthDecayError, one_line
+from depthdecay.errors import DepthDecayError, install, one_line
 from depthdecay.integrations.lm_eval.gsm8k import find_files, read_problems
 from depthdecay.library_internals import lm_eval_command_line
 
@@ -46,9 +46,7 @@ def lm_eval(
     """Score a model on tasks of lm-evaluation-harness, such as --tasks gsm8k --limit 50; takes all of its flags."""
     opt.PlanOptions(plan, alpha, speedup, over)  # refused here, before lm-eval's slow start
     if importlib.util.find_spec("lm_eval") is None:
-        raise DepthDecayError(
-            "lm-eval needs lm-evaluation-harness, which is not installed; pip install depthdecay[eval]"
-        )
+        raise DepthDecayError(f"lm-eval needs lm-evaluation-harness, which is not installed; {install('eval')}")
     arguments = _parse(context.args)
     _choose_tasks(arguments, data)
     given: dict[str, Any] = {

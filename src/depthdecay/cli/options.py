@@ -221,7 +221,8 @@ def open_engine(
         raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
     depth = plan.read(new_tokens)
     loaded = model.load(quiet)
-    return loaded, model.engine(loaded, depth, mode=mode, allow_other_weights=allow_other_weights)
+    with working("preparing …", quiet=quiet) as say:
+        return loaded, model.engine(loaded, depth, mode=mode, allow_other_weights=allow_other_weights, progress=say)
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:

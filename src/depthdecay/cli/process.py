@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from depthdecay.garbage import freeze_for_good
+
 
 def settle(threads: int | None = None) -> None:
     """Load the large libraries, whose objects stay; take so many threads; keep advice to programmers to ourselves."""
@@ -21,10 +23,10 @@ def settle(threads: int | None = None) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Libraries make a million objects that stay; looking for garbage among them, now and at each step, finds none."""
+    """While libraries load, whose objects stay: collections find nothing among them, neither now nor at each step."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        freeze_for_good()
         gc.enable()

@@ -12,7 +12,7 @@ import typer
 from depthdecay.argument_checks import whole_number
 from depthdecay.cli import options as opt
 from depthdecay.cli.show import working
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, install
 from depthdecay.files import read_bytes
 
 KEY_VARIABLE = "DEPTHDECAY_API_KEY"
@@ -77,9 +77,7 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise DepthDecayError(
-            f"serving needs {error.name}, which is not installed; pip install 'depthdecay[serve]'"
-        ) from None
+        raise DepthDecayError(f"serving needs {error.name}, which is not installed; {install('serve')}") from None
     from depthdecay.serve.connections import ConnectionLimits
     from depthdecay.serve.hosts import allowed_hosts
     from depthdecay.serve.server import bind, most_connections, run_server

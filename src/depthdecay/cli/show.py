@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from depthdecay.errors import UnwrittenResultError
 
 if TYPE_CHECKING:
     from depthdecay.engine.result import Piece, Result
 
 # Full depth first. Of middling brightness, so that they read on dark and on light backgrounds.
 _GRADIENT = ((59, 130, 246), (20, 160, 140), (202, 138, 4), (220, 80, 40))
+SLOW_SECONDS = 3.0  # after which a step is told of also where nobody watches a spinner
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -25,7 +30,8 @@ def out_console() -> Console:
 
 
 def err_console() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    # The stream of this moment: where a library's own bars are hidden, stderr goes elsewhere for a while.
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
 def figures_table(*headings: str, no_wrap: bool = False) -> Table:
@@ -140,20 +146,64 @@ def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
 
 
 @contextmanager
+def shown_even_unwritten(show: Callable[[Any], None]) -> Iterator[None]:
+    """What was measured is shown also where its file cannot be written, and the error after it."""
+    try:
+        yield
+    except UnwrittenResultError as error:
+        show(error.report)
+        raise
+
+
+@contextmanager
 def working(
     message: str, *, quiet: bool = False, spinner: bool = True, lasting: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Says what takes long, to a terminal only; the function given changes the message.
+    """Says what takes long; the function given changes the message.
 
-    What takes minutes (`lasting`) is also said line by line where there is no terminal: a log should show it.
+    Where there is no terminal, what takes minutes (`lasting`) is said line by line, since a log should show it, and
+    else only a step that has taken so long that one wonders.
     """
     console = err_console()
-    if lasting and not quiet and not console.is_terminal:
-        yield lambda message: print(message, file=sys.stderr, flush=True)
-    elif quiet or not console.is_terminal:
+    if quiet:
         yield lambda message: None
+    elif not console.is_terminal:
+        print_line = partial(print, file=sys.stderr, flush=True)
+        if lasting:
+            yield print_line
+        else:
+            with _SlowSteps(print_line) as steps:
+                yield steps.begin
     elif not spinner:
         yield lambda message: console.print(Text(message, style="dim"))
     else:
         with console.status(message, spinner="dots") as status:
             yield lambda message: status.update(message)
+
+
+class _SlowSteps:
+    """Prints a step's line once the step has taken some seconds. After the end nothing is a step any more."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
+        self._timer: threading.Timer | None = None
+        self._is_over = False
+
+    def begin(self, message: str) -> None:
+        self._stop()
+        if self._is_over:
+            return
+        self._timer = threading.Timer(SLOW_SECONDS, self._print_line, [message])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def __enter__(self) -> _SlowSteps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._stop()

@@ -68,7 +68,7 @@ def _fast_stack(
     fast: bool | None,
     say: Callable[[str], None],
 ) -> LayerStack:
-    code = None if fast is False else _code()
+    code = None if fast is False else _code(say)
     if code is None:
         if setting is None or rounded(form, setting, origin, say).is_exact:
             return plain
@@ -102,9 +102,9 @@ def _difference(stack: CompiledLayerStack) -> float:
     return float((said[0] - said[1]).abs().max() / said[0].abs().max())
 
 
-def _code() -> native.Library | None:
+def _code(say: Callable[[str], None]) -> native.Library | None:
     try:
-        return native.library()
+        return native.library(say)
     except native.Unavailable as reason:
         _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
         return None

@@ -6,14 +6,13 @@ Plain C on both sides: no headers of Python or torch are needed, so any C++ comp
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -105,9 +104,17 @@ class Library:
         self.run = code.depthdecay_pass
 
 
-@functools.cache
-def library() -> Library:
+_loaded: list[Library] = []  # at most one a process
+
+
+def library(say: Callable[[str], None] = lambda message: None) -> Library:
     """The compiled pass of this machine, from the cache where it is there; `Unavailable` says why not."""
+    if not _loaded:
+        _loaded.append(_found_or_built(say))
+    return _loaded[0]
+
+
+def _found_or_built(say: Callable[[str], None]) -> Library:
     if os.environ.get(OFF) == "0":
         raise Unavailable(f"{OFF}=0 switches compiled code off")
     if sys.byteorder != "little":
@@ -119,6 +126,7 @@ def library() -> Library:
             return Library(file)
         except Unavailable:
             pass  # built anew below
+    say("compiling the code for this CPU (once) …")
     build(compiler, file)
     return Library(file)
 
@@ -160,13 +168,14 @@ def _digest(file: Path) -> str:
 
 
 def _compile(compiler: str, made: Path) -> None:
-    said = ""
+    said, code = "", 0
     for tuned in _TUNED:
         done = _run([compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
         if done.returncode == 0:
             return
-        said = said or done.stderr
-    raise Unavailable(f"{Path(compiler).name} cannot compile the pass: {one_line(said)}")
+        said, code = said or done.stderr.strip(), done.returncode
+    reason = one_line(said) if said else f"it ends with code {code} and says nothing"
+    raise Unavailable(f"the compiler {compiler} cannot compile the pass: {reason}")
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -64,8 +64,8 @@ class Engine:
 
     `plan` is a plan or where one lies. `mode` holds for calls that name none; with "lossless" the plan only drafts, or
     the one beside it that was calibrated to. On CUDA layers are compiled unless `compile` is False: the first answer
-    takes longer, of which `progress` is told, and what was compiled is kept on disk. On a CPU `quantize` (none, int8,
-    int4) says how weights are read, and `fast=False` leaves passes to the model's own forward.
+    takes longer, and what was compiled is kept on disk. On a CPU `quantize` (none, int8, int4) says how weights are
+    read, and `fast=False` leaves passes to the model's own forward. `progress` is told of what takes long once.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Engine:
         loaded = model if isinstance(model, LoadedModel) else None
         require_mode(mode)
         self.mode = mode
-        self.stack = _open(model, quantize, origin, fast)
+        self.stack = _open(model, quantize, origin, fast, progress or logger.info)
         require_eval(self.stack.model)
         self.tokenizer = loaded.tokenizer if loaded is not None and tokenizer is None else tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
@@ -493,11 +493,18 @@ def _chosen_plan(
 ) -> Plan | None:
     """The plan that was asked for; in lossless mode, unless a speed was named, the one beside it that drafts best."""
     depth = DepthSettings.of(asked)
-    plan = depth.choose(stack, loaded.name if loaded is not None else None)
+    name = loaded.name if loaded is not None else None
+    plan = depth.choose(stack, name, drafts_only=mode == "lossless")
     return drafter_of(plan) if plan is not None and mode == "lossless" and depth.speedup is None else plan
 
 
-def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: bool | None) -> LayerStack:
+def _open(
+    model: Any,
+    quantize: str | None,
+    origin: WeightsOrigin | None,
+    fast: bool | None,
+    say: Callable[[str], None],
+) -> LayerStack:
     """The model's layers, with compiled passes where it is on a CPU."""
     if isinstance(model, LoadedModel):
         quantize = model.quantize_as_filed() if quantize is None and fast is not False else quantize
@@ -506,7 +513,7 @@ def _open(model: Any, quantize: str | None, origin: WeightsOrigin | None, fast: 
         return LayerStack.of(model)
     from depthdecay.cpu.choose_stack import open_stack
 
-    return open_stack(model, quantize=quantize, origin=origin, fast=fast)
+    return open_stack(model, quantize=quantize, origin=origin, fast=fast, say=say)
 
 
 def _compiled_layers() -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.argument_checks import Number, at_most_one, exact_decimal, whole_number
-from depthdecay.errors import ArgumentError, DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError, GuessedPlanWarning
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import exact_alpha
 from depthdecay.plan.stored_plans import shipped_plan, stored_plan
@@ -26,6 +28,27 @@ _MADE_BY_RULE = ("core_head", "core_tail", "min_layers")  # what a stored plan s
 def require_mode(mode: str | None) -> None:
     if mode is not None and mode not in MODES:
         raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}", "mode")
+
+
+def warn_of_guess(plan: Plan, why: str = "", stacklevel: int = 2) -> None:
+    """Say of a plan whose layers nobody has measured that quality suffers."""
+    measured = "calibration" in plan.notes or not plan.ladder.is_guess
+    if measured or plan.schedule.final_depth == plan.num_layers:
+        return
+    warnings.warn(
+        f"{why}layers are dropped from the middle outwards, by guess: expect much lower quality; depthdecay calibrate "
+        "measures which a model can do without",
+        GuessedPlanWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+@contextlib.contextmanager
+def guess_is_meant() -> Iterator[None]:
+    """For what compares such plans, or has warned of one already."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GuessedPlanWarning)
+        yield
 
 
 @dataclass(frozen=True)
@@ -83,30 +106,32 @@ class DepthSettings:
         """The same with the plan's file read, so that a bad one is refused before a model is loaded."""
         return replace(self, plan=self.stored())
 
-    def choose(self, stack: LayerStack, name: str | None) -> Plan | None:
+    def choose(self, stack: LayerStack, name: str | None, *, drafts_only: bool = False) -> Plan | None:
         """The plan for a model's layers; where nothing was asked for, none.
 
-        A speed-up of a stored plan is averaged over the tokens that it was calibrated for, unless said otherwise.
+        A speed-up of a stored plan is averaged over the tokens that it was calibrated for, unless said otherwise. A
+        plan that drops layers by guess is warned of, unless it only drafts.
         """
+        plan, why = self._chosen(stack, name)
+        fits = plan is not None and plan.num_layers == stack.num_layers  # what does not is refused soon
+        if plan is not None and fits and not drafts_only:
+            warn_of_guess(plan, why)
+        return plan
+
+    def _chosen(self, stack: LayerStack, name: str | None) -> tuple[Plan | None, str]:
+        """The plan, and why it is not the model's own where that was asked for."""
         stored = self.stored()
         if stored is not None:
-            return stored if self.speedup is None else self._rescheduled(stored, stack)
+            return (stored if self.speedup is None else self._rescheduled(stored, stack)), ""
         made_by_rule = self.alpha is not None or any(part in self._shape() for part in _MADE_BY_RULE)
         shipped = None if self.speedup is None or made_by_rule or name is None else shipped_plan(name)
         too_fast = ""
         if shipped is not None:
             try:
-                return self._rescheduled(shipped, stack)
+                return self._rescheduled(shipped, stack), ""
             except DepthDecayError:
                 too_fast = f"the calibrated plan of {name} does not go as far as {self.speedup}x; "
-        made = self.by_rule(stack.num_layers)
-        if made is not None and made.schedule.final_depth < made.num_layers:
-            warnings.warn(
-                f"{too_fast}layers are dropped from the middle outwards, by guess: expect much lower quality; "
-                "depthdecay calibrate measures which a model can do without",
-                stacklevel=2,
-            )
-        return made
+        return self.by_rule(stack.num_layers), too_fast
 
     def by_rule(self, num_layers: int) -> Plan | None:
         """The plan that alpha or speedup describes, on a guessed ladder."""

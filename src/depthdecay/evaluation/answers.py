@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.plan_choice import guess_is_meant
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError
@@ -120,16 +121,7 @@ class Answerer:
                 progress(f"batch {number + 1} of {len(rows)}")
                 is_cold = engine is None
                 if engine is None:
-                    # No tokenizer: text after every step would cost the host more than the step costs the device.
-                    engine = Engine(
-                        self.model,
-                        None,
-                        plan,
-                        compile=False,  # the shapes of batches are many
-                        allow_other_weights=allow_other_weights,
-                        quantize=self.quantize,
-                        origin=self.origin,
-                    )
+                    engine = self._engine(plan, allow_other_weights)
                 batch = self._answer(engine, indices, is_cold, mode)
                 self.work.add(key, number, asdict(batch))
             done.append(batch)
@@ -138,6 +130,19 @@ class Answerer:
             del engine
             free_memory()
         return Answers([found[i] for i in range(len(found))], done)
+
+    def _engine(self, plan: Plan | None, allow_other_weights: bool) -> Engine:
+        """No tokenizer: text after every step would cost the host more than the step costs the device."""
+        with guess_is_meant():  # some methods are guesses, and that is what is measured
+            return Engine(
+                self.model,
+                None,
+                plan,
+                compile=False,  # the shapes of batches are many
+                allow_other_weights=allow_other_weights,
+                quantize=self.quantize,
+                origin=self.origin,
+            )
 
     def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None) -> PromptBatch:
         questions = self.questions

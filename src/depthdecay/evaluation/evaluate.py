@@ -18,7 +18,7 @@ from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.cpu.packed_weights import check_setting
 from depthdecay.engine.plan_choice import DepthSettings
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.errors import ArgumentError, DepthDecayError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, UnwrittenResultError, one_line
 from depthdecay.evaluation.answers import Answerer, Answers, Questions
 from depthdecay.evaluation.gsm8k import EXEMPLARS
 from depthdecay.evaluation.methods import MethodPlan, checked_speedups, chosen_methods, contenders
@@ -34,7 +34,7 @@ from depthdecay.model.prompts import prompt_ids
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.identity import identity
 from depthdecay.plan.plan import Plan
-from depthdecay.result_files import require_writable, write_result
+from depthdecay.result_files import require_writable, write_report
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,9 @@ def evaluate(
     stored = DepthSettings.of(plan).stored()
     asked = _opened(task, TaskOptions(_path(data), limit, shots, _tuple(subtasks), _path(prompts_dir)))
     target, answers = require_writable(result_file), require_writable(answers_file)
-    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
+    say = progress or (lambda message: None)
+    trusted = trust_remote_code or None
+    loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trusted, progress=say)
     if loaded.tokenizer is None:
         raise DepthDecayError(f"'{loaded.name}' has no tokenizer, so it cannot be asked anything; give one that has")
     settings = EvaluationSettings(
@@ -119,11 +121,23 @@ def evaluate(
         loaded.quantize_as_filed() if quantize is None else quantize,
     )
     work = WorkFile(None) if target is None else WorkFile.beside(target)
-    say = progress or (lambda message: None)
-    report = run_evaluation(loaded, asked, settings, stored, work=work, answers_file=answers, progress=say)
-    write_result(target, report.to_dict())
-    work.remove()
+    told: list[str] = []
+    report = run_evaluation(loaded, asked, settings, stored, work=work, tell=told.append, progress=say)
+    try:
+        _write_answers(answers, told, report)
+    finally:
+        write_report(target, report)
+        work.remove()
     return report
+
+
+def _write_answers(file: Path | None, told: Sequence[str], report: EvaluationReport) -> None:
+    if file is None:
+        return
+    try:
+        write_whole(file, "".join(told))
+    except OSError as error:
+        raise UnwrittenResultError(f"cannot write the answers to {file}: {one_line(error)}", report) from error
 
 
 def _opened(task: str | Task, options: TaskOptions) -> Task:
@@ -150,11 +164,14 @@ def run_evaluation(
     plan: Plan | None = None,
     *,
     work: WorkFile | None = None,
-    answers_file: Path | None = None,
+    tell: Callable[[str], None] = lambda answer: None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> EvaluationReport:
-    """Run every method on every question. A batch that the work file has is not run again."""
-    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin)
+    """Run every method on every question. A batch that the work file has is not run again.
+
+    `tell` gets every answer as a line of JSON.
+    """
+    stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin, say=progress)
     if plan is not None:
         _refuse_early(plan, stack, settings.allow_other_weights)
     chat = bool(getattr(loaded.tokenizer, "chat_template", None)) if settings.chat is None else settings.chat
@@ -178,17 +195,15 @@ def run_evaluation(
         settings.quantize,
         loaded.origin,
     )
-    told: list[str] = []
     for contender in methods:
         say = partial(_say, progress, contender.title)
         answers = answerer.ask(contender.plan, settings.allow_other_weights, say, contender.mode)
         progress(f"{contender.title}: scoring")
         scores = score_all(task, answers)
-        told += _told(contender, answers, scores)
+        for line in _told(contender, answers, scores):
+            tell(line)
         report.rows.append(_row(contender, stack, settings, answers, scores, task))
     report.comparisons = compare(report.rows)
-    if answers_file is not None:
-        write_whole(answers_file, "".join(told))
     return report
 
 

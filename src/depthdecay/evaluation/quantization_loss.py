@@ -40,7 +40,9 @@ def measure_rounding(
         raise DepthDecayError("fidelity is measured on prompts that come with the package, which need a tokenizer")
     progress("the model answers prompts")
     texts = continue_prompts(Engine(loaded.model, compile=False), ids, new_tokens, batch=8)
-    stacks = {setting: open_stack(loaded.model, quantize=setting, origin=loaded.origin) for setting in settings}
+    stacks = {
+        setting: open_stack(loaded.model, quantize=setting, origin=loaded.origin, say=progress) for setting in settings
+    }
     sums = {setting: torch.zeros(2, dtype=torch.float64) for setting in settings}
     tokens = 0
     for number, text in enumerate(texts, start=1):

@@ -45,6 +45,12 @@ class Ladder:
     def min_layers(self) -> int:
         return self.num_layers - len(self.drop_order)
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether layers go from the middle outwards, as they do where nothing was measured."""
+        neighbours = len(runs_of(self.drop_order)) == 1
+        return neighbours and self.drop_order == _middle_first(self.flex)
+
     def dropped(self, depth: int) -> tuple[int, ...]:
         """The layers that do not run at this depth, first dropped first."""
         depth = whole_number("depth", depth, self.min_layers, self.num_layers)

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.garbage import freeze_for_good
 from depthdecay.serve.connections import BoundedProtocol, ConnectionLimits
 from depthdecay.serve.logs import log_to_stderr
 from depthdecay.serve.worker import Worker
@@ -123,7 +124,7 @@ def run_server(
     log_to_stderr()
     # Requests make many objects, and collecting them must not mean looking at all that the libraries have.
     gc.collect()
-    gc.freeze()
+    freeze_for_good()
     sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, worker, limits, grace_seconds)
     host, port = sockets[0].getsockname()[:2]

@@ -289,4 +289,4 @@ def test_what_lm_eval_refuses_is_one_line_and_what_breaks_below_is_not(monkeypat
 
 def test_without_lm_eval_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install depthdecay[eval]" in refused("--tasks", "gsm8k")
+    assert "pip install '.[eval]'" in refused("--tasks", "gsm8k")

@@ -104,7 +104,9 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr("depthdecay.integrations.vllm.is_installed", lambda: False)
     refused = CliRunner().invoke(app, ["vllm", "serve", "any", "--alpha", "0.9"])
     assert refused.exit_code == 2
-    assert refused.stderr == "depthdecay: vLLM is not installed; pip install 'depthdecay[vllm]'\n"
+    assert refused.stderr == (
+        "depthdecay: vLLM is not installed; in depthdecay's source folder, pip install '.[vllm]'\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
 from depthdecay import library_internals as internals
+from depthdecay.engine.plan_choice import warn_of_guess
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerPass, LayerStack, require_eval
 from depthdecay.model.repairs import Repairs, repairs_for
@@ -54,6 +55,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
     lm = stack.model
     require_eval(lm)
     check_plan(plan, lm, allow_other_weights=allow_other_weights)
+    warn_of_guess(plan, stacklevel=3)
     account = Applied(plan)
     driver = _Driver(stack, plan, account, repairs_for(stack, plan))
     with stack.claimed(), stack.routed(driver.layer_pass), contextlib.ExitStack() as undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, install
 
 # The plug-in reads vLLM's internals, which change from release to release: one version, tested.
 VLLM_VERSION = "0.32.0"
@@ -23,14 +23,14 @@ def is_installed() -> bool:
 def check_version() -> None:
     """Refuse a vLLM that the plug-in was not written for."""
     if not is_installed():
-        raise DepthDecayError("vLLM is not installed; pip install 'depthdecay[vllm]'")
+        raise DepthDecayError(f"vLLM is not installed; {install('vllm')}")
     import vllm
 
     found = str(vllm.__version__)
     # A build for another device adds to the version, as in 0.32.0+cpu; the code is the same.
     if found.partition("+")[0] != VLLM_VERSION:
         raise DepthDecayError(
-            f"depth decay inside vLLM is for vLLM {VLLM_VERSION}, but this is {found}; pip install 'depthdecay[vllm]'"
+            f"depth decay inside vLLM is for vLLM {VLLM_VERSION}, but this is {found}; {install('vllm')}"
         )
 
 
