@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from saved_model import save_tiny_chat_model
+from tiny_ggufs import FAMILIES, save_tiny_gguf
 from tiny_models import tiny_model
+from tokenizers import normalizers, pre_tokenizers
 from typer.testing import CliRunner
 
 import depthdecay as dd
@@ -20,7 +22,16 @@ from depthdecay import Plan
 from depthdecay import self_check as check_module
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
-from depthdecay.self_check import CheckRow, check_model, default_plan, model_state, state_differences
+from depthdecay.model import gguf_tokenizer
+from depthdecay.model.gguf_fields import TokenizerFields
+from depthdecay.self_check import (
+    CheckRow,
+    check_gguf_tokenizer,
+    check_model,
+    default_plan,
+    model_state,
+    state_differences,
+)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])
@@ -139,6 +150,101 @@ def test_the_command_only_calls_check(tmp_path: Path, monkeypatch: pytest.Monkey
     result = CliRunner().invoke(app, ["check", "-m", save_tiny_chat_model(tmp_path), "--new-tokens", "4"])
     assert result.exit_code == 1
     assert result.stdout.endswith("✗ one thing  was wrong\n")
+
+
+# The tokenizer of a GGUF file
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_tokenizer_as_its_file_says_passes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
+    file = save_tiny_gguf(tmp_path / "model.gguf", family)
+    result = CliRunner().invoke(app, ["check", "-m", str(file), "--device", "cpu", "--new-tokens", "4", "--json"])
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 11
+    assert all(row["passed"] for row in rows), rows
+    assert result.exit_code == 0
+
+
+def _without_bos(loaded: Any) -> None:
+    loaded.tokenizer.add_bos_token = False
+
+
+def _with_eos(loaded: Any) -> None:
+    loaded.tokenizer.add_eos_token = True
+
+
+def _another_bos(loaded: Any) -> None:
+    loaded.tokenizer.bos_token = "<unk>"
+
+
+def _one_end(loaded: Any) -> None:
+    loaded.model.generation_config.eos_token_id = 1
+
+
+def _another_token(loaded: Any) -> None:
+    loaded.tokenizer.add_tokens(["an added one"])
+
+
+def _another_template(loaded: Any) -> None:
+    loaded.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+
+
+def _two_bos(loaded: Any) -> None:
+    loaded.tokenizer.chat_template = "{{ bos_token }}" + loaded.tokenizer.chat_template
+
+
+def _another_split(loaded: Any) -> None:
+    loaded.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+
+
+def _a_space_first(loaded: Any) -> None:
+    loaded.tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "row", "said"),
+    [
+        (_without_bos, "special tokens are the file's", "the file wants BOS and no EOS"),
+        (_with_eos, "special tokens are the file's", "the file wants BOS and no EOS"),
+        (_another_bos, "special tokens are the file's", "bos_token_id is 3, in the file 2"),
+        (_one_end, "special tokens are the file's", "'<end_of_turn>' does not end an answer"),
+        (_another_token, "vocabulary equals the file's", "tokens, in the file"),
+        (_another_template, "chat template is the file's", "not the file's"),
+        (_two_bos, "chat template is the file's", "begins with 2 BOS"),
+        (_another_split, "text is tokenized as the file says", "12345678"),
+        (_a_space_first, "text is tokenized as the file says", "The capital of France is"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_files_fails(
+    fault: Callable[[Any], None], row: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
+    loaded = dd.load(str(save_tiny_gguf(tmp_path / "model.gguf", "gemma3")), device="cpu")
+    rows = {row.name: row for row in check_gguf_tokenizer(loaded)}
+    assert all(row.passed for row in rows.values()), rows
+    fault(loaded)
+    rows = {row.name: row for row in dd.check(loaded, new_tokens=2)}
+    assert not rows[row].passed
+    assert said in rows[row].detail
+
+
+def test_the_command_fails_where_prompts_lack_their_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' own conversion has it: everything that decodes agrees, on the wrong prompts."""
+    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
+    right = gguf_tokenizer.make_tokenizer
+
+    def without_bos(fields: TokenizerFields) -> Any:
+        return right(replace(fields, adds_bos=False))
+
+    monkeypatch.setattr(gguf_tokenizer, "make_tokenizer", without_bos)
+    file = save_tiny_gguf(tmp_path / "model.gguf", "llama-spm")
+    result = CliRunner().invoke(app, ["check", "-m", str(file), "--device", "cpu", "--new-tokens", "4"])
+    assert result.exit_code == 1
+    assert "✗ special tokens are the file's" in result.stdout
+    assert result.stdout.count("✗") == 1
 
 
 def test_bad_values_are_refused_before_a_model_is_loaded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ def check(
 ) -> list[CheckRow]:
     """Hold full depth, lossless mode and decay against transformers' own generate; a row for each thing checked.
 
+    Of a GGUF file, the tokenizer is held against the file's own fields first.
+
         assert all(row.passed for row in dd.check("smollm2-135m"))
 
     Without a plan, one that drops a layer soon and several by the end. A model given by its name is loaded in float32,
@@ -62,10 +65,11 @@ def check(
         dtype = "fp32"
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code or None)
     rows = []
+    decoding = check_model(
+        loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
+    )
     with guess_is_meant():  # it is about equality, not quality
-        for row in check_model(
-            loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
-        ):
+        for row in itertools.chain(check_gguf_tokenizer(loaded), decoding):
             rows.append(row)
             if progress is not None:
                 progress(row)
@@ -96,6 +100,43 @@ def check_prompts(model: Any, tokenizer: Any = None) -> list[list[int]]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     draw = random.Random(0)
     return [[draw.randrange(vocabulary) for _ in range(length)] for length in (9, 17, 5)]
+
+
+def check_gguf_tokenizer(loaded: LoadedModel) -> Iterator[CheckRow]:
+    """Hold the tokenizer of a model from a GGUF file against the file itself; nothing for other models.
+
+    The engine and transformers' generate are given the same tokens, so all else here is blind to wrong ones.
+    """
+    if loaded.origin is None or loaded.origin.gguf is None:
+        return
+    from depthdecay.model import gguf_reference
+
+    fields = gguf_reference.read_fields(loaded.origin.gguf)
+    tokenizer = loaded.tokenizer
+    yield _as_filed(
+        "vocabulary equals the file's",
+        gguf_reference.vocabulary_differences(tokenizer, fields),
+        f"{len(fields.tokens):,} tokens",
+    )
+    around = " and ".join(name for name, adds in (("BOS", fields.adds_bos), ("EOS", fields.adds_eos)) if adds)
+    yield _as_filed(
+        "special tokens are the file's",
+        gguf_reference.special_token_differences(tokenizer, loaded.model.generation_config, fields),
+        f"text gets {around or 'neither BOS nor EOS'}; {len(fields.ends)} tokens end an answer",
+    )
+    yield _as_filed(
+        "chat template is the file's",
+        gguf_reference.template_differences(tokenizer, fields),
+        f"{len(fields.chat_template):,} characters" if fields.chat_template else "the file has none",
+    )
+    differences, total = gguf_reference.text_differences(tokenizer, fields)
+    unnamed = "; the file names no pre-tokenizer, and GPT-2's was taken" if fields.names_no_split else ""
+    yield _as_filed("text is tokenized as the file says", differences, f"{total} tokens{unnamed}")
+
+
+def _as_filed(name: str, differences: list[str], right: str) -> CheckRow:
+    more = f"; and {len(differences) - 2} more" if len(differences) > 2 else ""
+    return CheckRow(name, not differences, "; ".join(differences[:2]) + more or right)
 
 
 def check_model(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from saved_llamas import refusal, save_llama
+from saved_llamas import refusal
+from saved_model import save_tiny_chat_model
 
 from depthdecay.model import gguf_cache, gguf_convert
 from depthdecay.model import load as models
@@ -37,7 +38,7 @@ def fake_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: 
 
     def convert(path: Path, reader: object, folder: Path, dtype: torch.dtype) -> None:
         count.append(path.name)
-        save_llama(folder)
+        save_tiny_chat_model(folder)
 
     monkeypatch.setattr(gguf_convert, "convert", convert)
     monkeypatch.setattr(gguf_convert, "read_checked", lambda path: type("Reader", (), {"tensors": []}))
@@ -97,7 +98,7 @@ def test_interrupted_conversion_leaves_nothing(
     tmp_path: Path, fake_conversion: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(path: Path, reader: object, folder: Path, dtype: torch.dtype) -> None:
-        save_llama(folder)
+        save_tiny_chat_model(folder)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

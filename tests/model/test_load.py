@@ -15,7 +15,7 @@ from saved_llamas import refusal, save_llama
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 
 from depthdecay.errors import DepthDecayError
-from depthdecay.model import gguf_convert, prompts
+from depthdecay.model import gguf_tokenizer, prompts
 from depthdecay.model import load as models
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -261,7 +261,7 @@ def test_embedded_model_answers() -> None:
     assert "Paris" in loaded.tokenizer.decode(answer)
     end = loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert answer[-1] == end
-    assert loaded.model.generation_config.eos_token_id == [end]
+    assert loaded.model.generation_config.eos_token_id == [end, loaded.tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     assert loaded.tokenizer.eos_token_id == end
     assert loaded.tokenizer.pad_token_id is not None
     assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
@@ -366,4 +366,6 @@ def test_text_that_is_none() -> None:
     ],
 )
 def test_end_of_turn(template: str | None, end: int | None) -> None:
-    assert gguf_convert.end_of_turn(Template(template), {"</s>": 2, "<|im_start|>": 6, "<|im_end|>": 7, "<|": 8}) == end
+    assert (
+        gguf_tokenizer.end_of_turn(Template(template), {"</s>": 2, "<|im_start|>": 6, "<|im_end|>": 7, "<|": 8}) == end
+    )

@@ -20,7 +20,7 @@ from depthdecay.model import gguf_convert
 if TYPE_CHECKING:
     import torch
 
-CONVERSION = 1  # raise it when a conversion gives other files than before
+CONVERSION = 2  # raise it when a conversion gives other files than before
 _MANIFEST = "depthdecay.json"
 # Hashing takes about a second per GB: a small file is hashed whole, a large one is sampled and told apart by its
 # time of change as well.

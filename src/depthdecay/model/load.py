@@ -129,7 +129,7 @@ def _load_gguf(
     folder, fresh = gguf_cache.converted(path, dtype, say)
     origin = WeightsOrigin.of_conversion(folder, path)
     try:
-        return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
+        return _from_pretrained(str(folder), name, device, dtype), _converted_tokenizer(folder), origin
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -138,7 +138,14 @@ def _load_gguf(
     # Sizes were right and the content was not: whatever broke it, the file itself is still there.
     gguf_cache.discard(folder)
     folder, _ = gguf_cache.converted(path, dtype, say)
-    return _from_pretrained(str(folder), name, device, dtype), _tokenizer(str(folder), name), origin
+    return _from_pretrained(str(folder), name, device, dtype), _converted_tokenizer(folder), origin
+
+
+def _converted_tokenizer(folder: Path) -> Any:
+    """As it was made from the file; `AutoTokenizer` would change it to what it knows of the architecture."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _origin(folder: Path | None, name: str, network: Any) -> WeightsOrigin | None:

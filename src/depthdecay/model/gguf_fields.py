@@ -1,0 +1,138 @@
+"""What a GGUF file says of its tokenizer; where it says nothing, what llama.cpp takes it to mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.model.gguf_splits import LINES, SPLITS, UNNAMED, UNNAMED_SPLIT, Split
+
+# The numbers of llama.cpp's token types.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+Kind = Literal["llama", "gpt2", "gemma4"]  # merges by score, byte-level BPE, and BPE on text with ▁ for spaces
+_KINDS = ("llama", "gpt2", "gemma4")
+# llama.cpp ends a generation at each of these keys' tokens, and at control tokens with one of these texts.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>"),
+    *("<|eom_id|>", "<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+    "<｜end▁of▁sentence｜>",
+}
+
+
+@dataclass(frozen=True)
+class TokenizerFields:
+    """The `tokenizer.*` fields of a file, complete and checked."""
+
+    kind: Kind
+    pre: str
+    split: Split
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[tuple[str, str]]
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    ends: list[int]
+    adds_bos: bool
+    adds_eos: bool
+    adds_space: bool  # ahead of each text and of what follows a special token
+    chat_template: str | None
+
+    @classmethod
+    def of(cls, reader: Any, path: Path) -> TokenizerFields:
+        def field(key: str, default: Any = None) -> Any:
+            return metadata(reader, f"tokenizer.ggml.{key}", default)
+
+        kind = field("model", "none")
+        if kind not in _KINDS:
+            raise UnsupportedModelError(
+                f"the GGUF file '{path}' has a tokenizer of the kind '{kind}', and only {', '.join(_KINDS)} are known; "
+                f"give the model's safetensors version instead"
+            )
+        # Ids without a text are never read nor written, yet each needs a name of its own.
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(field("tokens", []))]
+        types = list(field("token_type", [])) or [1] * len(tokens)
+        scores = list(field("scores", [])) or [0.0] * len(tokens)
+        merges = [_pair(merge) for merge in field("merges", [])]
+        sound = tokens and len(set(tokens)) == len(tokens) == len(types) == len(scores)
+        if not sound or (kind != "llama" and not merges):
+            raise DepthDecayError(
+                f"the tokenizer of the GGUF file '{path}' is incomplete: {len(tokens):,} tokens "
+                f"({len(set(tokens)):,} different ones), {len(types):,} types, {len(scores):,} scores and "
+                f"{len(merges):,} merges; take another copy"
+            )
+        pre = field("pre", "")
+        split = _split(kind, pre, path)
+
+        def token_id(key: str, default: int | None = None) -> int | None:
+            given = field(key, default)
+            return int(given) if given is not None and 0 <= given < len(tokens) else None
+
+        scored = kind == "llama"  # sentencepiece's own numbers, which such files may leave out
+        bos = token_id("bos_token_id", 1 if scored else None)
+        eos = token_id("eos_token_id", 2 if scored else None)
+        named = [index for index, text in enumerate(tokens) if types[index] == CONTROL and text in _END_TEXTS]
+        return cls(
+            kind=cast(Kind, kind),
+            pre=pre,
+            split=split,
+            tokens=tokens,
+            types=types,
+            scores=scores,
+            merges=merges,
+            bos=bos,
+            eos=eos,
+            unknown=token_id("unknown_token_id", 0 if scored else None),
+            padding=token_id("padding_token_id"),
+            ends=_unique([eos, *(token_id(key) for key in _END_KEYS), *named]),
+            adds_bos=bool(field("add_bos_token", scored or split.adds_bos)) and bos is not None,
+            adds_eos=bool(field("add_eos_token", False)) and eos is not None,
+            adds_space=scored and bool(field("add_space_prefix", True)),
+            chat_template=metadata(reader, "tokenizer.chat_template", None),
+        )
+
+    @property
+    def names_no_split(self) -> bool:
+        return self.kind == "gpt2" and self.pre in UNNAMED
+
+    def text(self, index: int | None) -> str | None:
+        return None if index is None else self.tokens[index]
+
+    def of_type(self, *types: int) -> dict[str, int]:
+        """Tokens of these types, with their ids."""
+        return {self.tokens[index]: index for index, kind in enumerate(self.types) if kind in types}
+
+
+def metadata(reader: Any, key: str, default: Any) -> Any:
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
+def _split(kind: str, pre: str, path: Path) -> Split:
+    if kind != "gpt2":
+        return LINES if kind == "gemma4" else Split(())
+    if pre in UNNAMED:
+        return UNNAMED_SPLIT
+    if pre not in SPLITS:
+        raise UnsupportedModelError(
+            f"the GGUF file '{path}' splits text by the pre-tokenizer '{pre}', which is not known here, and by another "
+            f"its prompts would be garbled; give the model's safetensors version instead"
+        )
+    return SPLITS[pre]
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    # From the second character on: the first of a pair may be a space itself.
+    left, _, right = merge[1:].partition(" ")
+    return merge[:1] + left, right
+
+
+def _unique(ids: Iterable[int | None]) -> list[int]:
+    return list(dict.fromkeys(index for index in ids if index is not None))

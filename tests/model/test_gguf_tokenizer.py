@@ -1,0 +1,511 @@
+"""A GGUF file's tokenizer: as the file says, as llama.cpp reads it, and still so when saved and loaded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from saved_llamas import refusal
+from tiny_ggufs import CHATML, CONTROL, FAMILIES, GEMMA_TURNS, NORMAL, byte_level, save_tiny_gguf
+from transformers import AutoTokenizer
+
+from depthdecay.model import load as models
+from depthdecay.model.gguf_fields import TokenizerFields
+from depthdecay.model.gguf_reference import ReferenceTokenizer, read_fields
+from depthdecay.model.gguf_splits import SPLITS
+from depthdecay.model.gguf_tokenizer import end_ids, make_tokenizer
+from depthdecay.model.prompts import chat_ids, prompt_ids
+
+FIRST = "In the capital, the 12345  and\n\n\nI'll  try"
+SECOND = "  two é🚀 the\r\n thE\t123 </s><|im_end|><end_of_turn> in"
+# What llama.cpp itself answers to these texts and files, with the special tokens that it adds.
+LLAMA_CPP = {
+    "llama-spm": [
+        [
+            1,
+            259,
+            294,
+            273,
+            333,
+            259,
+            262,
+            260,
+            275,
+            349,
+            323,
+            333,
+            259,
+            336,
+            316,
+            317,
+            337,
+            339,
+            263,
+            13,
+            13,
+            13,
+            294,
+            343,
+            259,
+            331,
+            277,
+            284,
+        ],
+        [
+            1,
+            337,
+            331,
+            282,
+            274,
+            259,
+            198,
+            172,
+            243,
+            162,
+            157,
+            131,
+            333,
+            16,
+            13,
+            331,
+            267,
+            290,
+            12,
+            336,
+            259,
+            2,
+            259,
+            63,
+            127,
+            268,
+            272,
+            98,
+            264,
+            273,
+            263,
+            127,
+            65,
+            63,
+            264,
+            273,
+            263,
+            98,
+            274,
+            265,
+            98,
+            279,
+            280,
+            277,
+            273,
+            65,
+            259,
+            334,
+        ],
+    ],
+    "gemma3": [
+        [
+            2,
+            299,
+            278,
+            338,
+            264,
+            267,
+            265,
+            280,
+            354,
+            328,
+            338,
+            264,
+            341,
+            321,
+            322,
+            7,
+            344,
+            268,
+            6,
+            18,
+            299,
+            348,
+            7,
+            284,
+            282,
+            289,
+        ],
+        [
+            2,
+            7,
+            284,
+            287,
+            279,
+            264,
+            203,
+            177,
+            248,
+            167,
+            162,
+            136,
+            338,
+            21,
+            18,
+            336,
+            272,
+            295,
+            17,
+            341,
+            264,
+            68,
+            55,
+            283,
+            70,
+            68,
+            132,
+            273,
+            277,
+            103,
+            269,
+            278,
+            268,
+            132,
+            70,
+            5,
+            264,
+            339,
+        ],
+    ],
+    "llama-bpe": [
+        [
+            271,
+            40,
+            77,
+            258,
+            220,
+            66,
+            64,
+            79,
+            72,
+            83,
+            64,
+            75,
+            11,
+            258,
+            220,
+            261,
+            19,
+            20,
+            220,
+            270,
+            264,
+            198,
+            40,
+            266,
+            220,
+            256,
+            81,
+            88,
+        ],
+        [
+            271,
+            220,
+            256,
+            86,
+            78,
+            220,
+            127,
+            102,
+            172,
+            253,
+            248,
+            222,
+            258,
+            201,
+            198,
+            256,
+            71,
+            36,
+            197,
+            261,
+            220,
+            27,
+            14,
+            82,
+            29,
+            27,
+            91,
+            72,
+            76,
+            62,
+            68,
+            77,
+            67,
+            91,
+            29,
+            27,
+            68,
+            77,
+            67,
+            62,
+            78,
+            69,
+            62,
+            83,
+            84,
+            81,
+            77,
+            29,
+            220,
+            259,
+        ],
+    ],
+    "qwen2": [
+        [
+            40,
+            77,
+            258,
+            220,
+            66,
+            64,
+            79,
+            72,
+            83,
+            64,
+            75,
+            11,
+            258,
+            220,
+            16,
+            17,
+            18,
+            19,
+            20,
+            220,
+            270,
+            264,
+            198,
+            40,
+            266,
+            220,
+            256,
+            81,
+            88,
+        ],
+        [
+            220,
+            256,
+            86,
+            78,
+            220,
+            127,
+            102,
+            172,
+            253,
+            248,
+            222,
+            258,
+            201,
+            198,
+            256,
+            71,
+            36,
+            197,
+            16,
+            17,
+            18,
+            220,
+            27,
+            14,
+            82,
+            29,
+            273,
+            27,
+            68,
+            77,
+            67,
+            62,
+            78,
+            69,
+            62,
+            83,
+            84,
+            81,
+            77,
+            29,
+            220,
+            259,
+        ],
+    ],
+}
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def fields_of(folder: Path, family: str, change: Any = None) -> TokenizerFields:
+    return read_fields(save_tiny_gguf(folder / f"{family}.gguf", family, change))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_text_becomes_what_llama_cpp_makes_of_it(family: str, cached: Path) -> None:
+    path = save_tiny_gguf(cached / "model.gguf", family)
+    for _ in range(2):  # fresh from the file, then from the cache
+        tokenizer = models.load(str(path), device="cpu").tokenizer
+        assert [prompt_ids(tokenizer, text, chat=False) for text in (FIRST, SECOND)] == LLAMA_CPP[family]
+    reference = ReferenceTokenizer(read_fields(path))
+    bos = [reference.fields.bos] if reference.fields.adds_bos else []
+    assert [bos + reference.encode(text) for text in (FIRST, SECOND)] == LLAMA_CPP[family]
+    assert tokenizer is not None
+    assert tokenizer.decode(LLAMA_CPP[family][0], skip_special_tokens=True) == FIRST
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize(("family", "otherwise"), [("llama-spm", True), ("llama-bpe", True), ("qwen2", False)])
+def test_bos_as_the_file_says_or_as_its_kind_has_it(
+    family: str, otherwise: bool, said: bool | None, tmp_path: Path
+) -> None:
+    def change(writer: Any) -> None:
+        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token", None)
+        if said is not None:
+            writer.add_add_bos_token(said)
+
+    fields = fields_of(tmp_path, family, change)
+    tokenizer = make_tokenizer(fields)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert (one.encode("the")[0] == fields.bos) == (otherwise if said is None else said)
+
+
+def test_eos_where_the_file_adds_one(tmp_path: Path) -> None:
+    fields = fields_of(tmp_path, "llama-spm", lambda writer: writer.add_add_eos_token(True))
+    make_tokenizer(fields).save_pretrained(tmp_path / "saved")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "saved").encode("the")
+    assert (ids[0], ids[-1], len(ids)) == (fields.bos, fields.eos, 3)
+
+
+def test_a_conversation_has_one_bos_whoever_writes_it(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "the"}]
+    own = fields_of(tmp_path, "gemma3")
+    assert make_tokenizer(own).chat_template == GEMMA_TURNS
+    # A template that leaves it out, in a file that wants one.
+    without = fields_of(tmp_path, "llama-spm", lambda writer: writer.add_chat_template(CHATML))
+    for fields in (own, without):
+        ids = chat_ids(make_tokenizer(fields), messages)
+        assert (ids[0], ids.count(ids[0])) == (fields.bos, 1)
+    none = fields_of(tmp_path, "qwen2")
+    assert none.bos not in chat_ids(make_tokenizer(none), messages)
+
+
+def test_answers_end_at_each_of_the_files_ends(cached: Path) -> None:
+    loaded = models.load(str(save_tiny_gguf(cached / "model.gguf", "gemma3")), device="cpu")
+    assert loaded.tokenizer is not None
+    ends = loaded.tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
+    assert loaded.model.generation_config is not None
+    assert loaded.model.generation_config.eos_token_id == ends
+    assert loaded.tokenizer.eos_token == "<eos>"
+    # No key for the end of a turn, but a template and a control token's text.
+    fields = fields_of(cached, "qwen2")
+    assert [fields.tokens[index] for index in end_ids(make_tokenizer(fields), fields)] == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+
+
+def test_control_tokens_that_byte_level_letters_cannot_spell_keep_their_ids(tmp_path: Path) -> None:
+    marks = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
+    fields = fields_of(tmp_path, "qwen2", lambda writer: _described(writer, "deepseek-coder", marks))
+    tokenizer = make_tokenizer(fields)
+    assert len(tokenizer) == len(fields.tokens)
+    first = len(fields.tokens) - 2
+    assert tokenizer.encode("".join(marks), add_special_tokens=False) == [first, first + 1]
+
+
+# In which words a text is cut. Of the digits, some pre-tokenizers cut all, some threes, some none.
+
+
+@pytest.fixture(scope="module")
+def bytes_alone(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFields:
+    return fields_of(tmp_path_factory.mktemp("gguf"), "qwen2", lambda writer: _described(writer, "gpt-2"))
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["I", "'ll", " pay", " 12345", "\n\n", " now"]),
+        ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "\n\n", " now"]),
+        ("llama-bpe", ["I", "'ll", " pay", " ", "123", "45", "\n\n", " now"]),
+        ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "\n\n", " now"]),
+        ("falcon", ["I", "'", "ll", " pay", " ", "123", "45", "\n\n", " now"]),
+        ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "\n\n", " now"]),
+        ("deepseek-coder", ["I", "'", "ll", " pay", " ", "1", "2", "3", "4", "5", "\n", "\n", " now"]),
+    ],
+)
+def test_words(pre: str, words: list[str], bytes_alone: TokenizerFields) -> None:
+    fields = replace(bytes_alone, pre=pre, split=SPLITS[pre])
+    text = "I'll pay 12345\n\n now"
+    pieces = make_tokenizer(fields).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    cut = [text[start:end] for _, (start, end) in pieces]
+    assert cut == ReferenceTokenizer(fields)._words(text)
+    assert cut == words
+
+
+def _described(writer: Any, pre: str, marks: list[str] | None = None) -> None:
+    writer.kv_data[0] = {key: value for key, value in writer.kv_data[0].items() if "tokenizer" not in key}
+    byte_level(writer, pre, [(mark, CONTROL) for mark in marks or []])
+
+
+@pytest.mark.parametrize("pre", sorted(SPLITS))
+def test_every_split_loses_nothing(pre: str, bytes_alone: TokenizerFields) -> None:
+    fields = replace(bytes_alone, pre=pre, split=SPLITS[pre])
+    tokenizer = make_tokenizer(fields)
+    for text in (FIRST, SECOND, "你好，世界 ١٢٣ ½ naïve ＡＢ\u00a0\u3000\n \t "):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert ids == ReferenceTokenizer(fields).encode(text)
+
+
+@pytest.mark.parametrize("pre", ["", "default"])
+def test_a_file_that_names_no_pre_tokenizer_is_split_as_gpt2_and_says_so(pre: str, tmp_path: Path) -> None:
+    fields = fields_of(tmp_path, "qwen2", lambda writer: _described(writer, pre))
+    with pytest.warns(UserWarning, match="names no pre-tokenizer"):
+        tokenizer = make_tokenizer(fields)
+    assert tokenizer.tokenize(" 123") == ["Ġ", "123"]  # one word, where Qwen2 has four
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_tokenizer(fields_of(tmp_path, "gemma3"))  # a kind that has no pre-tokenizer
+
+
+def test_accents_are_composed_where_the_model_was_trained_so(cached: Path) -> None:
+    decomposed = "cafe\u0301"
+    for family, composed in (("qwen2", True), ("llama-bpe", False), ("gemma3", False)):
+        tokenizer = models.load(str(save_tiny_gguf(cached / f"{family}.gguf", family)), device="cpu").tokenizer
+        ids = prompt_ids(tokenizer, decomposed, chat=False)
+        assert (ids == prompt_ids(tokenizer, "café", chat=False)) == composed, family
+
+
+def test_what_is_not_known_is_refused_by_its_name(cached: Path) -> None:
+    path = save_tiny_gguf(cached / "odd.gguf", "qwen2", lambda writer: _described(writer, "kimi-k9"))
+    assert "'kimi-k9'" in refusal(path)
+    path = save_tiny_gguf(cached / "bert.gguf", "qwen2", lambda writer: writer.add_tokenizer_model("bert"))
+    assert "'bert'" in refusal(path)
+
+
+def test_a_vocabulary_that_is_incomplete_is_refused(cached: Path) -> None:
+    def fewer_types(writer: Any) -> None:
+        writer.kv_data[0].pop("tokenizer.ggml.token_type")
+        writer.add_token_types([NORMAL] * 3)
+
+    message = refusal(save_tiny_gguf(cached / "types.gguf", "qwen2", fewer_types))
+    assert "incomplete" in message
+    assert "3 types" in message
+
+
+def test_the_embedded_file_is_split_as_its_name_says(gguf_file: Path) -> None:
+    fields = TokenizerFields.of(gguf.GGUFReader(gguf_file), gguf_file)
+    assert fields.pre == "smollm"
+    # Each digit alone, also those of other scripts, as SmolLM2 was trained.
+    assert make_tokenizer(fields).tokenize("½½") == ["Â½", "Â½"]
