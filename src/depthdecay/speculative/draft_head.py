@@ -24,6 +24,7 @@ from depthdecay.model.layers import LayerStack
 from depthdecay.plan.plan import Plan
 
 HEAD_FILE = "draft_head.safetensors"
+PORTABLE_HEAD_FILE = "portable_head.safetensors"  # beside a plan: one that other engines can run
 _FORMAT, _VERSION = "depthdecay-draft-head", "1"
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, positions, size)
@@ -63,6 +64,10 @@ class HeadShape:
             states=states or outer_states(stack.num_layers),
             epsilon=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         )
+
+    def is_portable(self, num_layers: int) -> bool:
+        """Whether it is fed with what other engines have: a token's embedding, and the states that they take."""
+        return self.first_layers == 0 and self.states == portable_states(num_layers)
 
     def check(self, stack: LayerStack) -> None:
         if self.hidden != stack.hidden_size or max(self.states) >= stack.num_layers:
