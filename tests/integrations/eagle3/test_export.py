@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import depthdecay as dd
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
-from depthdecay.integrations.eagle3.export import save_draft
+from depthdecay.integrations.eagle3.export import cached_export, save_draft
 from depthdecay.model.layers import LayerStack
 from depthdecay.plan.identity import identity
 from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE, DraftHead, HeadShape
@@ -254,3 +254,34 @@ class TestCommand:
         with pytest.raises(DepthDecayError, match="give a new or empty folder"):
             dd.export(plan, tmp_path / "out", model=saved(model, tmp_path / "model"))
         assert load_file(tmp_path / "out" / "model.safetensors")["fc.weight"].tolist() == [0]
+
+
+class TestCache:
+    """What `depthdecay vllm serve --mode lossless` hands to vLLM."""
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
+
+    def test_a_model_is_loaded_once_for_its_drafter(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model("llama")
+        where = saved(model, tmp_path / "model")
+        plan = dd.Plan.load(save_with_plan(portable_head(model, SOME_TOKENS), tmp_path / "plan", LAYERS))
+        first = cached_export(plan, where)
+        assert first.is_relative_to(tmp_path / "cache")
+        assert json.loads((first / "config.json").read_text())["draft_vocab_size"] == len(SOME_TOKENS)
+        with monkeypatch.context() as patched:
+            patched.setattr("depthdecay.integrations.eagle3.export.load", lambda *_, **__: pytest.fail("loaded again"))
+            assert cached_export(plan, where) == first
+        portable_head(model, SOME_TOKENS, seed=7).save(tmp_path / "plan" / PORTABLE_HEAD_FILE)
+        assert cached_export(plan, where) != first
+
+    def test_other_weights_in_the_same_place_are_exported_anew(self, tmp_path: Path) -> None:
+        model = tiny_model("llama")
+        plan = dd.Plan.load(save_with_plan(portable_head(model, SOME_TOKENS), tmp_path / "plan", LAYERS))
+        first = cached_export(plan, saved(model, tmp_path / "model"))
+        other = tiny_model("llama", seed=5)
+        second = cached_export(plan, saved(other, tmp_path / "model"))
+        assert first != second
+        rows = load_file(second / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(rows, other.lm_head.weight[SOME_TOKENS])

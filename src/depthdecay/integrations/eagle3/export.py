@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -12,20 +13,23 @@ from pathlib import Path
 import torch
 
 from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError
-from depthdecay.files import expanded
+from depthdecay.files import cache_folder, expanded, read_bytes
 from depthdecay.integrations.eagle3.form import draft_config, draft_tensors
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.load import as_loaded
+from depthdecay.model.load import as_loaded, load
 from depthdecay.model.loaded_model import LoadedModel
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of
-from depthdecay.speculative.draft_head import PORTABLE_HEAD_FILE, DraftHead, head_of
+from depthdecay.speculative.draft_head import PORTABLE_HEAD_FILE, DraftHead
 
 FORMATS = ("eagle3",)
+DRAFTS = 3  # before a verification, where nobody says: what heads of this form are mostly served with
 WEIGHTS_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
 _PRODUCER = "depthdecay export"
+_FORM = 1  # raise it when an export gives other files than before
 _MADE_BY = "depthdecay calibrate --lossless makes one"
 _FEWEST_LAYERS = 7  # below, two of 2, n // 2 and n - 3 are the same, and engines hand out each only once
 
@@ -64,14 +68,40 @@ def export(
     return save_draft(head, LayerStack.of(loaded.model), folder, loaded.shown_name)
 
 
+def cached_export(
+    plan: Plan,
+    model: str,
+    *,
+    trust_remote_code: bool = False,
+    allow_other_weights: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """An export in our cache, made when these weights are first served with this drafter.
+
+    Asked by files alone where it is there already: a server should not load its model twice.
+    """
+    drafter = hashlib.sha256(read_bytes(_head_file(plan), "the plan's drafter")).hexdigest()
+
+    def place(origin: WeightsOrigin | None) -> Path:
+        weights = model if origin is None else origin.key
+        key = hashlib.sha256(repr((_FORM, drafter, weights, allow_other_weights)).encode()).hexdigest()[:24]
+        return cache_folder() / "eagle3" / key
+
+    here = expanded(model)
+    origin = WeightsOrigin.of_folder(here, "auto") if here.is_dir() else WeightsOrigin.of_hub(model, "auto")
+    folder = place(origin)
+    if origin is not None and _is_ours(folder / WEIGHTS_FILE):
+        return folder
+    portable_head(plan)  # refused before the model is loaded, or even fetched
+    loaded = load(model, device="cpu", trust_remote_code=trust_remote_code, progress=progress)
+    if origin is None:  # of the Hub, and not fetched until now
+        folder = place(WeightsOrigin.of_hub(model, "auto"))
+    return export(plan, folder, model=loaded, allow_other_weights=allow_other_weights)
+
+
 def portable_head(plan: Plan) -> DraftHead:
     """The drafter of a plan that other engines can run: one fitted for them, else the one that lossless mode uses."""
-    drafter = drafter_of(plan)
-    folders = [place.folder for place in (drafter, plan) if place.folder is not None]
-    fitted = next((folder for folder in folders if (folder / PORTABLE_HEAD_FILE).is_file()), None)
-    head = DraftHead.load(fitted / PORTABLE_HEAD_FILE) if fitted is not None else head_of(drafter) or head_of(plan)
-    if head is None:
-        raise DepthDecayError(f"the plan has no learned drafter to export; {_MADE_BY}")
+    head = DraftHead.load(_head_file(plan))
     if plan.num_layers < _FEWEST_LAYERS:
         raise UnsupportedModelError(
             f"the model has {plan.num_layers} layers; engines feed EAGLE-3 from three of them, which takes "
@@ -82,6 +112,16 @@ def portable_head(plan: Plan) -> DraftHead:
         why = f"builds on the model's first {first} layers" if first else f"reads the states behind layers {states}"
         raise DepthDecayError(f"the plan's drafter {why}, which other engines do not; {_MADE_BY} that they can run")
     return head
+
+
+def _head_file(plan: Plan) -> Path:
+    places = [(place.folder, place) for place in (drafter_of(plan), plan)]
+    fitted = [folder / PORTABLE_HEAD_FILE for folder, _ in places if folder is not None]
+    own = [folder / place.draft_head for folder, place in places if folder is not None and place.draft_head is not None]
+    found = [*(file for file in fitted if file.is_file()), *own]
+    if not found:
+        raise DepthDecayError(f"the plan has no learned drafter to export; {_MADE_BY}")
+    return found[0]
 
 
 def save_draft(head: DraftHead, stack: LayerStack, folder: Path, model_name: str) -> Path:
@@ -151,7 +191,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def _page(model: str, folder: str) -> str:
-    drafts = json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": 3})
+    drafts = json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": DRAFTS})
     return f"""# A drafter for {model}
 
 An EAGLE-3 head, made by `{_PRODUCER}`. It drafts; {model} verifies. So answers are {model}'s own. Paths are
@@ -164,8 +204,8 @@ vLLM:
 SGLang:
 
     python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 \\
-      --speculative-num-draft-tokens 4
+      --speculative-draft-model-path {folder} --speculative-num-steps {DRAFTS} --speculative-eagle-topk 1 \\
+      --speculative-num-draft-tokens {DRAFTS + 1}
 
 It has no embeddings: engines share those of the model. In vLLM that takes a pipeline of one stage.
 """
