@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from depthdecay.engine.result import Result as Result
     from depthdecay.errors import DepthDecayError as DepthDecayError
     from depthdecay.evaluation.evaluate import evaluate as evaluate
+    from depthdecay.integrations.eagle3.export import export as export
     from depthdecay.integrations.transformers.applied import applied as applied
     from depthdecay.integrations.transformers.assistant import draft_model as draft_model
     from depthdecay.model.load import load as load
@@ -36,6 +37,7 @@ _EXPORTS = {
     "check": "self_check",
     "draft_model": "integrations.transformers.assistant",
     "evaluate": "evaluation.evaluate",
+    "export": "integrations.eagle3.export",
     "load": "model.load",
 }
 __all__ = sorted(_EXPORTS)

@@ -22,12 +22,12 @@ TINY: dict[str, Any] = {
 WINDOWS = {"mistral": {"sliding_window": 33}}
 
 
-def save_tiny_model(folder: Path, kind: str) -> str:
+def save_tiny_model(folder: Path, kind: str, **changes: Any) -> str:
     """A random model whose layers matter, without a tokenizer."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **WINDOWS.get(kind, {})))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **WINDOWS.get(kind, {}), **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:

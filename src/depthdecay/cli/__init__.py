@@ -19,6 +19,7 @@ from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
 from depthdecay.cli.demo import demo
 from depthdecay.cli.eval import eval_command
+from depthdecay.cli.export import export
 from depthdecay.cli.flags import in_flags
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
@@ -103,6 +104,7 @@ app.command()(info)
 app.command()(check)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(export)
 app.command()(analyze)
 app.command("eval")(eval_command)
 app.command()(demo)

@@ -28,9 +28,27 @@ def serve(
     model: Annotated[str, typer.Argument(help="A Hugging Face id, a folder or a .gguf file.")],
     *,
     plan: opt.PlanOptions,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="decay|lossless",
+            help="lossless: vLLM's own speculative decoding, with the plan's learned drafter.",
+            rich_help_panel="Depth",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", help="In lossless mode: drafts a step [3].", rich_help_panel="Depth")
+    ] = None,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
     """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
+    if mode not in (None, "decay", "lossless"):
+        raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless, or vllm serve itself for full depth")
+    if window is not None and mode != "lossless":
+        raise DepthDecayError("--window counts drafts, and was given without --mode lossless")
+    if mode == "lossless":
+        _serve(_lossless_words(context.args, model, plan, window, allow_other_weights))
+        return
     if plan.path is not None and plan.speedup is not None:
         raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
     if _given(context.args, "--hf-overrides", "--hf_overrides"):
@@ -50,8 +68,44 @@ def serve(
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
     words = [] if "--enforce-eager" in context.args else ["--enforce-eager"]
-    names = [] if folder == model or _given(context.args, "--served-model-name") else ["--served-model-name", model]
+    names = _names(context.args, model, folder)
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
+
+
+def _lossless_words(
+    given: list[str], model: str, plan: opt.PlanOptions, window: int | None, allow_other_weights: bool
+) -> list[str]:
+    """For the stock model, which the plug-in does not touch: drafts are a matter of vLLM's own settings."""
+    if plan.path is None or plan.speedup is not None:
+        raise DepthDecayError("--mode lossless drafts with a plan's learned drafter; give --plan, and no --speedup")
+    if _given(given, "--speculative-config", "--speculative_config"):
+        raise DepthDecayError("--speculative-config is set by --mode lossless; leave one of them out")
+    if _given(given, "--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"):
+        raise DepthDecayError(
+            "a drafter shares the model's embeddings, which vLLM does not hand over in a pipeline of several stages; "
+            "leave --pipeline-parallel-size out"
+        )
+    opt.at_least(1, window=window)
+    check_version()
+    from depthdecay.integrations.eagle3.export import DRAFTS, cached_export
+
+    stored = plan.load()
+    assert stored is not None
+    folder = model_folder(model)
+    head = cached_export(
+        stored,
+        folder,
+        trust_remote_code=_given(given, "--trust-remote-code", "--trust_remote_code"),
+        allow_other_weights=allow_other_weights,
+        progress=lambda message: print(message, flush=True),
+    )
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": window or DRAFTS}
+    return ["serve", folder, *_names(given, model, folder), "--speculative-config", json.dumps(drafts), *given]
+
+
+def _names(given: list[str], model: str, folder: str) -> list[str]:
+    """What clients call the model, where it lies elsewhere than its name says."""
+    return [] if folder == model or _given(given, "--served-model-name") else ["--served-model-name", model]
 
 
 def _given(words: list[str], *options: str) -> bool:

@@ -65,6 +65,10 @@ class HeadShape:
             epsilon=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         )
 
+    def is_portable(self, num_layers: int) -> bool:
+        """Whether it is fed with what other engines have: a token's embedding, and the states that they take."""
+        return self.first_layers == 0 and self.states == portable_states(num_layers)
+
     def check(self, stack: LayerStack) -> None:
         if self.hidden != stack.hidden_size or max(self.states) >= stack.num_layers:
             raise PlanMismatchError(

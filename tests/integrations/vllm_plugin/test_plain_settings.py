@@ -114,6 +114,15 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
     [
         (["--hf-overrides", "{}"], "--hf-overrides is set by this command"),
         (["--plan", str(EMBEDDED_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
+        (["--mode", "full"], "--mode is 'full'; expected decay or lossless"),
+        (["--window", "3"], "--window counts drafts, and was given without --mode lossless"),
+        (["--mode", "lossless"], "--mode lossless drafts with a plan's learned drafter; give --plan"),
+        (
+            ["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--speculative-config", "{}"],
+            "--speculative-config is set by --mode lossless",
+        ),
+        (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--window", "0"], "--window is 0"),
+        (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "-pp", "2"], "leave --pipeline-parallel-size out"),
     ],
 )
 def test_flags_that_would_undo_each_other_are_refused(words: list[str], message: str) -> None:

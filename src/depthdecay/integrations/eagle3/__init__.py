@@ -1,0 +1,1 @@
+"""Learned drafters for other engines: EAGLE-3's form, which vLLM and SGLang load."""

@@ -1,0 +1,164 @@
+"""A draft head in EAGLE-3's form: the tensors and the configuration from which vLLM and SGLang build one of their own.
+
+It is what vLLM 0.26 to 0.32 (`llama_eagle3.py`) and SGLang read. Attention sees the normed embedding beside the normed
+state; the residual is the state without its norm, and so is what a draft hands to the next one. The embedding of token
+i + 1 goes with the state of position i. Engines count that pair as position i and we as i + 1, which is all the same to
+a rotary embedding: it knows only distances.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from depthdecay.errors import DepthDecayError, UnsupportedModelError
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.draft_head import DraftHead
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Of other kinds the frequencies depend on the length of the text, or each engine makes them in its own way.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+_PLAIN_THETA = 10000.0
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# EAGLE-3's names for our tensors.
+_NAMES = {
+    "fc": "fc",
+    "token_norm": "midlayer.input_layernorm",
+    "state_norm": "midlayer.hidden_norm",
+    "query": "midlayer.self_attn.q_proj",
+    "key": "midlayer.self_attn.k_proj",
+    "value": "midlayer.self_attn.v_proj",
+    "output": "midlayer.self_attn.o_proj",
+    "mlp_norm": "midlayer.post_attention_layernorm",
+    "gate": "midlayer.mlp.gate_proj",
+    "up": "midlayer.mlp.up_proj",
+    "down": "midlayer.mlp.down_proj",
+    "norm": "norm",
+}
+
+
+def draft_tensors(head: DraftHead, stack: LayerStack) -> dict[str, torch.Tensor]:
+    """By EAGLE-3's names, in the model's precision. Embeddings are left out: engines then share the model's own."""
+    _refuse_scaled_embeddings(stack)
+    rows = _output_rows(head, stack)
+    ours = head.state_dict()
+    tensors = {f"{theirs}.weight": ours[f"{name}.weight"].to("cpu", rows.dtype) for name, theirs in _NAMES.items()}
+    tensors["lm_head.weight"] = rows
+    if not _says_every_token(head, stack):  # vLLM knows no such tensor for a head that does
+        tokens = head.vocabulary.cpu()
+        tensors["d2t"] = tokens - torch.arange(len(tokens))
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def draft_config(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
+    """config.json. It names no layers of the model: a portable head is fed by those that engines take by default."""
+    shape, target = head.shape, stack.config
+    rope = _rope(head, stack)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    ids = {name: getattr(target, name, None) for name in _TOKEN_IDS}
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": len(head.vocabulary),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.neurons,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads,
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.epsilon,
+        # Said, since the model's own attention may have a bias, as Qwen2's does; a head's has none.
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": target.max_position_embeddings,
+        # Twice: as transformers 5 writes it, and as those before it do.
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "torch_dtype": str(stack.model.dtype).removeprefix("torch."),
+        **{name: value for name, value in ids.items() if value is not None},
+    }
+
+
+def _says_every_token(head: DraftHead, stack: LayerStack) -> bool:
+    return len(head.vocabulary) == stack.config.vocab_size
+
+
+def _output_rows(head: DraftHead, stack: LayerStack) -> torch.Tensor:
+    """Of the model's output matrix, those of the tokens that the head can say."""
+    matrix, name = stack.model.get_output_embeddings(), type(stack.model).__name__
+    if matrix.bias is not None:
+        raise UnsupportedModelError(f"{name}'s output matrix has a bias, for which EAGLE-3's form has no place")
+    weight = matrix.weight.detach()
+    if not weight.is_floating_point() or weight.dim() != 2:
+        raise UnsupportedModelError(f"{name}'s output matrix is quantized; export with the weights it was made from")
+    if int(head.vocabulary.max()) >= stack.config.vocab_size:
+        raise DepthDecayError(
+            f"the plan's drafter says token {int(head.vocabulary.max())}, but the model has {stack.config.vocab_size}"
+        )
+    return weight[head.vocabulary.to(weight.device)].to("cpu", stack.model.dtype)
+
+
+def _refuse_scaled_embeddings(stack: LayerStack) -> None:
+    """Engines share the bare matrix of embeddings, without what the model's own module makes of its rows."""
+    embedding = stack.model.get_input_embeddings()
+    ids = torch.arange(min(16, embedding.weight.shape[0]), device=embedding.weight.device)
+    with torch.no_grad():
+        plain, given = embedding.weight[ids], embedding(ids)
+    if plain.shape != given.shape or not torch.equal(plain, given):
+        raise UnsupportedModelError(
+            f"{type(stack.model).__name__} scales its embeddings, as Gemma does, and its drafter was fitted on scaled "
+            "ones; engines would feed it the bare rows, so it cannot be exported"
+        )
+
+
+def _rope(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
+    """Parameters by which an engine's Llama turns queries and keys as the head does: the model's own, else plain ones.
+
+    A head has the model's frequencies where those turn a whole head, and plain ones where not.
+    """
+    own = getattr(stack.config, "rope_parameters", None) or {}
+    kind = own.get("rope_type", "default")
+    thetas = [float(theta) for theta in (own.get("rope_theta"), _PLAIN_THETA) if theta]
+    asked: list[dict[str, Any]] = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    if kind in _FIXED_ROPES and kind != "default":
+        asked.insert(0, {**own, "rope_theta": thetas[0]})
+    for parameters in asked:
+        if _turns_alike(parameters, head, stack.config.max_position_embeddings):
+            return parameters
+    raise UnsupportedModelError(
+        f"the rotary embedding of {type(stack.model).__name__} ({kind}) cannot be written so that other engines turn "
+        f"by the same angles; {', '.join(_FIXED_ROPES[:-1])} and {_FIXED_ROPES[-1]} ones can, over whole heads"
+    )
+
+
+def _turns_alike(parameters: dict[str, Any], head: DraftHead, positions: int) -> bool:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    shape = head.shape
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            head_dim=shape.head_size,
+            max_position_embeddings=positions,
+            rope_parameters=dict(parameters),
+        )
+    )
+    made, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    if parameters["rope_type"] == "yarn":
+        # Engines before vLLM 0.32 know only the usual scale of angles, whatever the parameters say.
+        scale = 0.1 * math.log(parameters["factor"]) + 1
+    wanted = head.frequencies.cpu()
+    return (
+        made.shape == wanted.shape
+        and torch.allclose(made, wanted, rtol=1e-5, atol=0)
+        and math.isclose(scale, shape.rotary_scale, rel_tol=1e-5)
+    )
