@@ -123,7 +123,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
     engine = dd.Engine(model, plan=plan, quantize=setting)
     batcher = Batcher(engine, SMALL)
     assert batcher.runner.compiled is not None
-    assert batcher.runner.compiled.takes(10 * FEW_TOKENS)  # rounded weights are nowhere else
+    assert batcher.runner.compiled.takes(10 * FEW_TOKENS[torch.float32])  # rounded weights are nowhere else
     assert batcher.stack.layer_bytes() < LayerStack.of(model).layer_bytes()
     expected, got = {}, {}
     for place, prompt in enumerate(PROMPTS):
@@ -417,7 +417,7 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
         )
     batcher = Batcher(dd.Engine(model, plan=plan, repairs=Repairs(maps)), SMALL)
     assert batcher.runner.compiled is not None
-    assert not batcher.runner.compiled.takes(FEW_TOKENS + 1)
+    assert not batcher.runner.compiled.takes(FEW_TOKENS[dtype] + 1)
     for prompt in PROMPTS:
         submit(batcher, prompt * 4, 6, plan, "decay", **GREEDY)
     list(run_dry(batcher))

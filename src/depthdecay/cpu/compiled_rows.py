@@ -16,8 +16,9 @@ from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
-# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones.
-FEW_TOKENS = 16
+# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones,
+# in 16 bits sooner, since processors have products of such numbers.
+FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 16}
 
 
 class CompiledRows:
@@ -30,6 +31,7 @@ class CompiledRows:
         self.keys = pointers(*(store.keys.data_ptr() for store in stores))
         self.values = pointers(*(store.values.data_ptr() for store in stores))
         self.halves = stores[0].keys.dtype == torch.bfloat16
+        self.most = FEW_TOKENS[stack.form.dtype]
 
     @classmethod
     def of(cls, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> CompiledRows | None:
@@ -38,7 +40,7 @@ class CompiledRows:
 
     def takes(self, tokens: int) -> bool:
         """Whether passes over so many tokens run here; rounded weights are nowhere else."""
-        return tokens <= FEW_TOKENS or self.stack.is_rounded
+        return tokens <= self.most or self.stack.is_rounded
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:

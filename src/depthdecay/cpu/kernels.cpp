@@ -1,4 +1,4 @@
-// One pass of a Llama-like decoder over a few tokens on CPU cores, called once a pass by rows.py.
+// One pass of a Llama-like decoder over some tokens on CPU cores, called once a pass by compiled_rows.py.
 //
 // Decoding reads every weight once a token, so the speed is that of memory as long as nothing else takes time. Hence one
 // call for all layers, threads that stay, weights in few bits that become floats in registers only, and float32
@@ -279,7 +279,7 @@ void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t tok
 // Rows of floats as torch stores them: nothing is copied, and a change of the model's weights is seen at once.
 template <int T, int KIND>
 void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
-    constexpr int ROWS = T <= 2 ? 4 : 2;
+    constexpr int ROWS = T <= 4 ? 4 : 2;
     constexpr int ITEM = KIND == FLOAT32 ? 4 : 2;
     float found[T][LANES];
     for (int64_t start = 0; start < LANES; start += ROWS) {
@@ -349,13 +349,26 @@ struct Tile {
     static constexpr int size = N;
 };
 
+constexpr int64_t WIDEST_TILE = 8;
+
+// Tiles of nearly one size: a last one with a token of its own would unpack every weight for it alone.
 template <class Work>
 void in_tiles(int64_t tokens, Work work) {
-    int64_t token = 0;
-    for (; tokens - token >= 8; token += 8) work(token, Tile<8>{});
-    for (; tokens - token >= 4; token += 4) work(token, Tile<4>{});
-    for (; tokens - token >= 2; token += 2) work(token, Tile<2>{});
-    for (; token < tokens; ++token) work(token, Tile<1>{});
+    int64_t tiles = (tokens + WIDEST_TILE - 1) / WIDEST_TILE;
+    for (int64_t token = 0; tiles > 0; --tiles) {
+        const int64_t size = (tokens - token + tiles - 1) / tiles;
+        switch (size) {
+            case 1: work(token, Tile<1>{}); break;
+            case 2: work(token, Tile<2>{}); break;
+            case 3: work(token, Tile<3>{}); break;
+            case 4: work(token, Tile<4>{}); break;
+            case 5: work(token, Tile<5>{}); break;
+            case 6: work(token, Tile<6>{}); break;
+            case 7: work(token, Tile<7>{}); break;
+            default: work(token, Tile<8>{});
+        }
+        token += size;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -444,7 +457,16 @@ class Team {
 
 constexpr int64_t FEW = 4;  // tokens for which each thread prepares vectors for itself, sooner than wait for others
 
+// Tokens one behind the other that belong to one text, and so look at the same keys.
+struct Run {
+    int64_t first, count;
+};
+
+constexpr int64_t LONGEST_RUN = 8;
+constexpr int64_t SCORES_IN_CACHE = 64 * 1024;  // of the heads and tokens that a thread has in hand
+
 struct Scratch {
+    std::vector<Run> runs;
     std::vector<float> normal, sums, query, key, value, attended, middle, low, scores;
 
     static float* at_least(std::vector<float>& buffer, int64_t size) {
@@ -495,7 +517,8 @@ class Decoding {
         attended_ = Scratch::at_least(scratch.attended, n * heads_size_);
         middle_ = Scratch::at_least(scratch.middle, n * neurons);
         low_ = Scratch::at_least(scratch.low, n * rank);
-        scores_ = Scratch::at_least(scratch.scores, threads * longest_);
+        find_runs(scratch.runs);
+        scores_ = Scratch::at_least(scratch.scores, threads * most_scores());
     }
 
     void operator()(int64_t thread) {
@@ -545,9 +568,13 @@ class Decoding {
                 keep(pass_.values[index], slot, value_ + place);
             }
         });
-        team_.share(n * model_.heads, [&](int64_t piece) {
-            if (pass_.halves) look<uint16_t>(thread, index, piece / model_.heads, piece % model_.heads);
-            else look<float>(thread, index, piece / model_.heads, piece % model_.heads);
+        const int64_t runs = runs_before(n), together = heads_together(runs), pieces = model_.heads / together;
+        team_.share(runs * pieces, [&](int64_t piece) {
+            const Run& run = (*runs_)[piece / pieces];
+            const Run own = {run.first, std::min(run.count, n - run.first)};
+            const int64_t head = piece % pieces * together;
+            if (pass_.halves) look<uint16_t>(thread, index, own, head, together);
+            else look<float>(thread, index, own, head, together);
         });
         add_product(thread, layer.output, attended_, heads_size_, pass_.state, n);
     }
@@ -690,29 +717,116 @@ class Decoding {
         return {(place * heads + head) * size, heads * size, std::min(last - first + 1, pass_.block - within)};
     }
 
-    // Attention of one head of one token, over what its layer sees and nothing else.
-    template <class Kept>
-    void look(int64_t thread, int64_t index, int64_t token, int64_t head) {
-        const int64_t size = model_.head_size, whole = size / LANES * LANES;
-        const int64_t last = pass_.column[token], window = model_.layer[index].window;
-        const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0;
-        const int64_t shared = head / (model_.heads / model_.key_value_heads);
-        const Kept* keys = static_cast<const Kept*>(pass_.keys[index]);
-        const Kept* values = static_cast<const Kept*>(pass_.values[index]);
-        const float* query = query_ + token * heads_size_ + head * size;
-        float* scores = scores_ + thread * longest_;
-        const int64_t count = last - first + 1, padded = (count + LANES - 1) / LANES * LANES;
-        for (int64_t c = 0; c < count;) {
-            const Stretch at = stretch(index, token, first + c, last, shared);
-            const Kept* key = keys + at.start;
-            for (int64_t end = c + at.count; c < end; ++c, key += at.step) {
-                F products = F{};
-                for (int64_t i = 0; i < whole; i += LANES) products += load<F>(query + i) * wide(key + i);
-                float score = sum(products);
-                for (int64_t i = whole; i < size; ++i) score += query[i] * single(key[i]);
-                scores[c] = score * model_.scale;
-            }
+    void find_runs(std::vector<Run>& runs) {
+        runs.clear();
+        longest_run_ = 1;
+        for (int64_t token = 0; token < pass_.tokens; ++token) {
+            const bool goes_on = token > 0 && pass_.row[token] == pass_.row[token - 1];
+            if (goes_on && runs.back().count < LONGEST_RUN) ++runs.back().count;
+            else runs.push_back({token, 1});
+            longest_run_ = std::max(longest_run_, runs.back().count);
         }
+        runs_ = &runs;
+    }
+
+    // Those that have some of the first n tokens.
+    int64_t runs_before(int64_t n) const {
+        const auto starts_before = [n](const Run& run) { return run.first < n; };
+        return std::partition_point(runs_->begin(), runs_->end(), starts_before) - runs_->begin();
+    }
+
+    // How many heads a thread takes at once: all of them, which reads keys in the order in which they lie, or those that
+    // share keys, as long as every thread gets several pieces and the scores stay near.
+    int64_t heads_together(int64_t runs) const {
+        const int64_t sharing = model_.heads / model_.key_value_heads;
+        for (const int64_t together : {model_.heads, sharing}) {
+            const bool enough = runs * (model_.heads / together) >= 4 * pass_.threads;
+            if (enough && longest_run_ * together * longest_ <= SCORES_IN_CACHE) return together;
+        }
+        return 1;
+    }
+
+    int64_t most_scores() const {
+        return std::max(SCORES_IN_CACHE, longest_run_ * longest_);
+    }
+
+    struct Columns {
+        int64_t first, last;
+
+        int64_t count() const { return last - first + 1; }
+    };
+
+    // What a token sees in a layer.
+    Columns visible(int64_t index, int64_t token) const {
+        const int64_t last = pass_.column[token], window = model_.layer[index].window;
+        return {window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, last};
+    }
+
+    // Attention of some heads of a run, over what its layer sees and nothing else. Keys and values come from memory once
+    // for all of them, block by block; each head of each token sums as it would alone.
+    template <class Kept>
+    void look(int64_t thread, int64_t index, const Run& run, int64_t first_head, int64_t heads) {
+        float* scores = scores_ + thread * most_scores();
+        const auto scores_of = [&](int64_t token, int64_t head) {
+            return scores + ((token - run.first) * heads + head - first_head) * longest_;
+        };
+        const int64_t size = model_.head_size;
+        by_blocks<Kept>(index, run, first_head, heads, pass_.keys[index],
+                        [&](int64_t token, int64_t head, int64_t from, int64_t count, const Kept* key, int64_t step) {
+                            score(query_ + token * heads_size_ + head * size, key, step, count,
+                                  scores_of(token, head) + from);
+                        });
+        for (int64_t token = run.first; token < run.first + run.count; ++token)
+            for (int64_t head = first_head; head < first_head + heads; ++head) {
+                weigh(scores_of(token, head), visible(index, token).count());
+                std::memset(attended_ + token * heads_size_ + head * size, 0, size * sizeof(float));
+            }
+        by_blocks<Kept>(index, run, first_head, heads, pass_.values[index],
+                        [&](int64_t token, int64_t head, int64_t from, int64_t count, const Kept* value, int64_t step) {
+                            mix(value, step, count, scores_of(token, head) + from,
+                                attended_ + token * heads_size_ + head * size);
+                        });
+    }
+
+    // Calls work for each head of each token with each stretch of columns that it sees, in their order.
+    template <class Kept, class Work>
+    void by_blocks(int64_t index, const Run& run, int64_t first_head, int64_t heads, const void* cache, Work work) const {
+        const int64_t sharing = model_.heads / model_.key_value_heads;
+        Columns all = visible(index, run.first);
+        for (int64_t token = run.first + 1; token < run.first + run.count; ++token) {
+            all.first = std::min(all.first, visible(index, token).first);
+            all.last = std::max(all.last, visible(index, token).last);
+        }
+        for (int64_t column = all.first; column <= all.last;) {
+            const Stretch at = stretch(index, run.first, column, all.last, 0);
+            for (int64_t head = first_head; head < first_head + heads; ++head) {
+                const Kept* kept = static_cast<const Kept*>(cache) + at.start + head / sharing * model_.head_size;
+                for (int64_t token = run.first; token < run.first + run.count; ++token) {
+                    const Columns seen = visible(index, token);
+                    const int64_t from = std::max(column, seen.first), to = std::min(column + at.count - 1, seen.last);
+                    if (from <= to)
+                        work(token, head, from - seen.first, to - from + 1, kept + (from - column) * at.step, at.step);
+                }
+            }
+            column += at.count;
+        }
+    }
+
+    template <class Kept>
+    void score(const float* query, const Kept* key, int64_t step, int64_t count, float* scores) const {
+        const int64_t size = model_.head_size, whole = size / LANES * LANES;
+        for (int64_t c = 0; c < count; ++c, key += step) {
+            F products = F{};
+            for (int64_t i = 0; i < whole; i += LANES) products += load<F>(query + i) * wide(key + i);
+            float score = sum(products);
+            for (int64_t i = whole; i < size; ++i) score += query[i] * single(key[i]);
+            scores[c] = score * model_.scale;
+        }
+    }
+
+    // From scores to shares of one.
+    static void weigh(float* scores, int64_t count) {
+        const int64_t padded = (count + LANES - 1) / LANES * LANES;
         for (int64_t c = count; c < padded; ++c) scores[c] = -1e30f;
         float highest = scores[0];
         for (int64_t c = 1; c < count; ++c) highest = std::max(highest, scores[c]);
@@ -723,43 +837,34 @@ class Decoding {
             std::memcpy(scores + c, &weights, sizeof weights);
         }
         const float share = 1.0f / sum(total);
-        float* out = attended_ + token * heads_size_ + head * size;
-        const auto at = [&](int64_t c) { return stretch(index, token, first + c, last, shared); };
-        int64_t i = 0;
-        for (; i + 4 * LANES <= size; i += 4 * LANES) mix<4>(values + i, at, count, scores, share, out + i);
-        for (; i + LANES <= size; i += LANES) mix<1>(values + i, at, count, scores, share, out + i);
-        for (; i < size; ++i) {
-            float mixed = 0;
-            for (int64_t c = 0; c < count;) {
-                const Stretch here = at(c);
-                const Kept* value = values + here.start + i;
-                for (int64_t end = c + here.count; c < end; ++c, value += here.step) mixed += scores[c] * single(*value);
-            }
-            out[i] = mixed * share;
-        }
+        for (int64_t c = 0; c < count; ++c) scores[c] *= share;
     }
 
-    template <int WIDTH, class Kept, class At>
-    static void mix(const Kept* values, At at, int64_t count, const float* scores, float share, float* out) {
+    template <class Kept>
+    void mix(const Kept* value, int64_t step, int64_t count, const float* shares, float* out) const {
+        const int64_t size = model_.head_size;
+        int64_t i = 0;
+        for (; i + 4 * LANES <= size; i += 4 * LANES) mix_lanes<4>(value + i, step, count, shares, out + i);
+        for (; i + LANES <= size; i += LANES) mix_lanes<1>(value + i, step, count, shares, out + i);
+        for (; i < size; ++i)
+            for (int64_t c = 0; c < count; ++c) out[i] += shares[c] * single(value[c * step + i]);
+    }
+
+    template <int WIDTH, class Kept>
+    static void mix_lanes(const Kept* value, int64_t step, int64_t count, const float* shares, float* out) {
         F mixed[WIDTH];
-        for (int w = 0; w < WIDTH; ++w) mixed[w] = F{};
-        for (int64_t c = 0; c < count;) {
-            const Stretch here = at(c);
-            const Kept* value = values + here.start;
-            for (int64_t end = c + here.count; c < end; ++c, value += here.step)
-                for (int w = 0; w < WIDTH; ++w) mixed[w] += wide(value + w * LANES) * scores[c];
-        }
-        for (int w = 0; w < WIDTH; ++w) {
-            mixed[w] *= share;
-            std::memcpy(out + w * LANES, &mixed[w], sizeof mixed[w]);
-        }
+        for (int w = 0; w < WIDTH; ++w) mixed[w] = load<F>(out + w * LANES);
+        for (int64_t c = 0; c < count; ++c, value += step)
+            for (int w = 0; w < WIDTH; ++w) mixed[w] += wide(value + w * LANES) * shares[c];
+        for (int w = 0; w < WIDTH; ++w) std::memcpy(out + w * LANES, &mixed[w], sizeof mixed[w]);
     }
 
     const Model& model_;
     const Pass& pass_;
     Team& team_;
     const int64_t heads_size_, kept_size_;
-    int64_t widest_, longest_, executed_ = 0;
+    const std::vector<Run>* runs_;
+    int64_t widest_, longest_, longest_run_, executed_ = 0;
     float *normal_, *sums_, *query_, *key_, *value_, *attended_, *middle_, *low_, *scores_;
 };
 
