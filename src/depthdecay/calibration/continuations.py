@@ -103,10 +103,14 @@ def continue_prompts(
     new_tokens: int,
     *,
     batch: int = 64,
+    mode: str = "full",
     seed: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Continuation]:
-    """The full model's answers, each up to its end of text; in the order of the prompts. Sampled by a seed."""
+    """The full model's answers, or the plan's by mode; each up to its end of text, in the order of the prompts.
+
+    Sampled where a seed is given.
+    """
     picked = PLAIN_GREEDY if seed is None else {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": seed}
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     found: dict[int, Continuation] = {}
@@ -114,7 +118,7 @@ def continue_prompts(
         chosen = order[start : start + batch]
         rows = [list(prompts[index]) for index in chosen]
         rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
-        results = engine.generate(rows, new_tokens, mode="full", stop=[], **picked)
+        results = engine.generate(rows, new_tokens, mode=mode, stop=[], **picked)
         for index, result in zip(chosen, results, strict=False):
             found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))
         progress(min(start + batch, len(order)), len(order))

@@ -69,24 +69,36 @@ class Simulator:
 
     @torch.no_grad()
     def final_state(self, batch: RecordedBatch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
-        """The state behind the last layer, every column at the depth of the token that it predicts."""
-        segments = depth_segments(plan, batch.inputs.shape[1])
-        dropped = {depth: frozenset(plan.dropped(depth)) for depth in segments}
-        maps = {depth: ({} if repairs is None else repairs.at(depth)) for depth in segments}
-        # Up to the first layer that any column leaves out, the states are the full model's.
-        first = min((layer for layers in dropped.values() for layer in layers), default=len(batch.calls))
-        state = batch.states[first]
-        for layer in range(first, len(batch.calls)):
-            if any(layer not in layers for layers in dropped.values()):
-                output = self.recording.run_layer(batch, layer, state)
-            else:
-                output = state.clone()
-            for depth, (start, end) in segments.items():
-                if layer in dropped[depth]:
-                    before = state[:, start:end]
-                    output[:, start:end] = maps[depth][layer](before) if layer in maps[depth] else before
-            state = output
-        return state
+        return final_state(self.recording, batch, plan, repairs)
+
+
+def first_bypassed(plan: Plan, columns: int) -> int:
+    """The first layer that any column leaves out: up to there, the states are the full model's."""
+    depths = depth_segments(plan, columns)
+    return min((layer for depth in depths for layer in plan.dropped(depth)), default=plan.num_layers)
+
+
+def final_state(recording: Recording, batch: RecordedBatch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
+    """The state behind the last layer, every column at the depth of the token that it predicts.
+
+    Nothing is written in place, so that a gradient finds its way back where layers and maps let it through.
+    """
+    columns = batch.inputs.shape[1]
+    segments = sorted(depth_segments(plan, columns).items(), key=lambda segment: segment[1])
+    dropped = {depth: frozenset(plan.dropped(depth)) for depth, _ in segments}
+    maps = {depth: ({} if repairs is None else repairs.at(depth)) for depth, _ in segments}
+    first = first_bypassed(plan, columns)
+    state = batch.states[first]
+    for layer in range(first, len(batch.calls)):
+        kept = any(layer not in layers for layers in dropped.values())
+        output = recording.run_layer(batch, layer, state) if kept else state
+        parts = []
+        for depth, (start, end) in segments:
+            source = state if layer in dropped[depth] else output
+            part = source[:, start:end]
+            parts.append(maps[depth][layer](part) if layer in dropped[depth] and layer in maps[depth] else part)
+        state = torch.cat(parts, dim=1)
+    return state
 
 
 class Tally:

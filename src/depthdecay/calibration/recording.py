@@ -15,7 +15,7 @@ import torch
 
 from depthdecay.calibration.continuations import Continuation
 from depthdecay.errors import ArgumentError, DepthDecayError
-from depthdecay.model.kv_cache import PlannedCache, Prompt
+from depthdecay.model.kv_cache import LayerCache, PlannedCache, Prompt
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
 
@@ -54,7 +54,7 @@ class Recording:
         ordered = sorted(texts, key=lambda text: (len(text.prompt), text.prompt))  # little padding
         batches = []
         for start in range(0, len(ordered), rows):
-            batches.append(_record(stack, ordered[start : start + rows], columns))
+            batches.append(record(stack, ordered[start : start + rows], columns))
             progress(min(start + rows, len(ordered)), len(ordered))
         return cls(stack, batches, columns)
 
@@ -96,7 +96,10 @@ _LOGIT_BYTES = 2**31
 
 
 @torch.no_grad()
-def _record(stack: LayerStack, texts: Sequence[Continuation], columns: int) -> RecordedBatch:
+def record(
+    stack: LayerStack, texts: Sequence[Continuation], columns: int, cache_layer: type[LayerCache] = LayerCache
+) -> RecordedBatch:
+    """Read some texts, padded to so many columns."""
     device = primary_device(stack.model)
     prompt = Prompt.pad([list(text.prompt) for text in texts], 0, device)
     tokens = torch.zeros((len(texts), columns + 1), dtype=torch.long)
@@ -105,7 +108,7 @@ def _record(stack: LayerStack, texts: Sequence[Continuation], columns: int) -> R
         tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
         valid[row, : len(text.tokens) - 1] = True
     tokens, valid = tokens.to(device), valid.to(device)
-    cache = PlannedCache([prompt.length + columns] * stack.num_layers, stack.windows)
+    cache = PlannedCache([prompt.length + columns] * stack.num_layers, stack.windows, cache_layer)
     calls: list[Any] = [None] * stack.num_layers
     states: list[Any] = [None] * (stack.num_layers + 1)
 

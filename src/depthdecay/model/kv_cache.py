@@ -111,9 +111,9 @@ class LayerCache(CacheLayerMixin):
 class PlannedCache(Cache):
     """A transformers cache whose layers have the rooms given, and one clock."""
 
-    def __init__(self, rooms: list[int], windows: tuple[int | None, ...]) -> None:
+    def __init__(self, rooms: list[int], windows: tuple[int | None, ...], layer: type[LayerCache] = LayerCache) -> None:
         self.clock = Clock()
-        self.planned = [LayerCache(self.clock, room, window) for room, window in zip(rooms, windows, strict=True)]
+        self.planned = [layer(self.clock, room, window) for room, window in zip(rooms, windows, strict=True)]
         super().__init__(layers=list(self.planned))
 
     @property

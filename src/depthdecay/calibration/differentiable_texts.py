@@ -1,0 +1,128 @@
+"""Recorded texts that a gradient can pass through, for maps that learn: read when a step asks for them.
+
+The layers are the model's own, run without compiled code, and their weights take no gradient. The prompt's keys and
+values are constants; those of the answer are joined to them anew in every pass. Where a step's intermediate results
+would fill the memory, layers are run again on the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from depthdecay.calibration.continuations import Continuation
+from depthdecay.calibration.recording import RecordedBatch, Recording, record
+from depthdecay.model.devices import free_bytes
+from depthdecay.model.kv_cache import LayerCache
+from depthdecay.model.layers import LayerPass, LayerStack, primary_device
+
+_NUMBERS_A_LAYER = 40  # times the hidden size: what a gradient needs of one token in one layer, at most
+_SHARE_OF_MEMORY = 0.25  # that recorded batches may take, and that a step may
+
+
+class LayerBehindPrompt(LayerCache):
+    """Keeps the prompt's keys and values alone: what a later pass brings is joined to them and not written down."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.clock.filled == 0:
+            self.room = key_states.shape[2]
+            return super().update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        seen = slice(self._first_visible(), None)
+        keys, values = (kept[seen].permute(1, 2, 0, 3) for kept in (self.keys, self.values))
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+
+class DifferentiableTexts(Recording):
+    """Batches of texts by number, read anew unless the memory holds them.
+
+    Of the full model's states those before the first layer that is dropped and behind the last are kept.
+    """
+
+    def __init__(self, stack: LayerStack, texts: Sequence[Continuation], *, first: int, rows: int) -> None:
+        texts = [text for text in texts if len(text.tokens) > 1]
+        super().__init__(stack, [], max((len(text.tokens) for text in texts), default=1) - 1)
+        self.first = first
+        # Answers of one length side by side: every step is padded to the longest of its own.
+        ordered = sorted(texts, key=lambda text: (len(text.tokens) // 16, len(text.prompt), text.prompt, text.tokens))
+        self.texts = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+        self._free = free_bytes(primary_device(stack.model))
+        self._kept: dict[int, RecordedBatch] = {}
+        self._kept_bytes = 0.0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch(self, number: int) -> RecordedBatch:
+        found = self._kept.get(number)
+        if found is None:
+            found = self._read(self.texts[number])
+            size = _bytes_of(found)
+            if self._kept_bytes + size <= _SHARE_OF_MEMORY * self._free:
+                self._kept[number] = found
+                self._kept_bytes += size
+        return found
+
+    def _read(self, texts: Sequence[Continuation]) -> RecordedBatch:
+        found = record(self.stack, texts, max(len(text.tokens) for text in texts) - 1, LayerBehindPrompt)
+        wanted = (self.first, self.stack.num_layers)
+        found.states = [state if index in wanted else state.new_empty(0) for index, state in enumerate(found.states)]
+        return found
+
+    def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and state.requires_grad and self._runs_again(state):
+            return checkpoint(self._run, batch, index, state, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._run(batch, index, state)
+
+    def _run(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
+        args, kwargs = batch.calls[index]
+        output = self.stack.layers[index](state, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def _runs_again(self, state: torch.Tensor) -> bool:
+        held = state.numel() * state.element_size() * _NUMBERS_A_LAYER * self.stack.num_layers
+        return held > _SHARE_OF_MEMORY * self._free
+
+
+def logits_of(stack: LayerStack, states: torch.Tensor) -> torch.Tensor:
+    """What the model's own head says about final states (positions, hidden): each as a text of one token."""
+    last = stack.num_layers - 1
+
+    def instead(index: int, _layer: Any, _forward: Any, args: Any, kwargs: Any) -> Any:
+        hidden = states.unsqueeze(1) if index == last else (args[0] if args else kwargs["hidden_states"])
+        return stack.answer(index, hidden)
+
+    ids = torch.zeros((len(states), 1), dtype=torch.long, device=states.device)
+    with stack.exclusive(), stack.routed(LayerPass(run_layer=instead)):
+        logits: torch.Tensor = stack.model(input_ids=ids, use_cache=False).logits
+    return logits.squeeze(1)
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """While open, no weight takes a gradient, which saves what it would need; afterwards each is as it was."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def _bytes_of(batch: RecordedBatch) -> float:
+    """States, and the prompt's keys and values; masks and the like are shared by all layers."""
+    states = sum(state.nbytes for state in batch.states)
+    caches = {id(value): value for args, kwargs in batch.calls for value in (*args, *kwargs.values())}
+    found = [value.nbytes for value in caches.values() if hasattr(value, "planned")]
+    return states + (sum(found) if found else math.inf)

@@ -1,0 +1,89 @@
+"""Texts that a gradient passes through give what recorded ones give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calibrations import decaying_plan, random_repairs, random_texts
+from tiny_models import ARCHITECTURES, tiny_model
+
+from depthdecay.calibration import differentiable_texts
+from depthdecay.calibration.continuations import Continuation
+from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
+from depthdecay.calibration.fidelity import final_state, first_bypassed
+from depthdecay.calibration.recording import Recording
+from depthdecay.model.layers import LayerStack
+
+COLUMNS = 19
+
+
+def both_ways(architecture: str) -> tuple[LayerStack, Recording, DifferentiableTexts]:
+    """The same texts recorded, and read for learning: of one length, so that they come in one order."""
+    stack = LayerStack.of(tiny_model(architecture))
+    texts = random_texts(6, COLUMNS + 1)
+    return stack, Recording.of(stack, texts), DifferentiableTexts(stack, texts, first=1, rows=6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_pass_with_gradients_gives_the_states_of_one_without(architecture: str) -> None:
+    stack, recording, texts = both_ways(architecture)
+    plan = decaying_plan()
+    repairs = random_repairs(plan, stack.hidden_size, neurons=3)
+    assert first_bypassed(plan, COLUMNS) == 1
+    (recorded,) = recording.batches
+    with torch.no_grad():
+        wanted = final_state(recording, recorded, plan, repairs)
+    given = final_state(texts, texts.batch(0), plan, repairs)
+    torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
+    said = torch.cat([logits for _, logits in recording.logits(recorded, wanted)])
+    torch.testing.assert_close(logits_of(stack, wanted.flatten(0, 1)), said.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_are_run_again_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, _, texts = both_ways("mistral")
+    plan = decaying_plan()
+    repairs = random_repairs(plan, stack.hidden_size)
+    down = repairs.at_depth[7][0].down.requires_grad_(True)
+
+    def gradient() -> torch.Tensor:
+        with frozen(stack.model):
+            loss = final_state(texts, texts.batch(0), plan, repairs).pow(2).mean()
+            return torch.autograd.grad(loss, down)[0]
+
+    plain = gradient()
+    assert plain.abs().max() > 0
+    runs: list[int] = []
+    checkpoint = differentiable_texts.checkpoint
+    monkeypatch.setattr(
+        differentiable_texts, "checkpoint", lambda *args, **kwargs: (runs.append(1), checkpoint(*args, **kwargs))[1]
+    )
+    monkeypatch.setattr(texts, "_free", 0.0)
+    torch.testing.assert_close(gradient(), plain)
+    assert runs
+
+
+def test_batches_are_kept_while_the_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = LayerStack.of(tiny_model())
+    texts = DifferentiableTexts(stack, random_texts(8, 10), first=1, rows=4)
+    assert len(texts) == 2
+    assert texts.batch(1) is texts.batch(1)
+    monkeypatch.setattr(texts, "_free", 0.0)
+    assert texts.batch(0) is not texts.batch(0)
+    assert texts.batch(1) is texts.batch(1)
+
+
+def test_texts_without_a_step_are_left_out_and_short_ones_are_not_padded() -> None:
+    stack = LayerStack.of(tiny_model())
+    texts = [Continuation((3, 4), (5,)), *random_texts(2, 40), *random_texts(2, 6)]
+    read = DifferentiableTexts(stack, texts, first=1, rows=2)
+    assert [read.batch(number).inputs.shape for number in range(len(read))] == [(2, 5), (2, 39)]
+
+
+def test_frozen_weights_are_as_they_were_afterwards() -> None:
+    model = tiny_model()
+    model.lm_head.weight.requires_grad_(False)
+    before = [parameter.requires_grad for parameter in model.parameters()]
+    with frozen(model):
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+    assert any(before)
