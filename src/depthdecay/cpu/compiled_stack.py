@@ -71,7 +71,7 @@ class CompiledLayerStack(LayerStack):
         if self._short is None or self._short[0] is not short:
             bias = None if short.bias is None else short.bias.float()
             model = native.ModelStruct.from_buffer_copy(self._model)
-            model.head = _float_matrix(short.weight, None if bias is None else bias.data_ptr())
+            model.head = float_matrix(short.weight, None if bias is None else bias.data_ptr())
             self._short = (short, bias, model)
         return self._short[2]
 
@@ -114,7 +114,7 @@ class CompiledLayerStack(LayerStack):
             packed: Packed | None = None if self.rounded is None else self.rounded.matrices.get(name)
             if packed is not None:
                 return self.packed_matrix(name, packed, floats(linear.bias))
-            return _float_matrix(linear.weight.detach(), floats(linear.bias))
+            return float_matrix(linear.weight.detach(), floats(linear.bias))
 
         table = (native.Layer * len(form.layers))()
         for index, layer in enumerate(form.layers):
@@ -154,7 +154,7 @@ class CompiledLayerStack(LayerStack):
         return super().head_bytes() if packed is None else packed.nbytes
 
 
-def _float_matrix(weight: torch.Tensor, bias: int | None = None) -> native.Matrix:
+def float_matrix(weight: torch.Tensor, bias: int | None = None) -> native.Matrix:
     kind = FLOAT32 if weight.dtype == torch.float32 else BFLOAT16
     return native.Matrix(weight.data_ptr(), bias, weight.shape[0], weight.shape[1], kind)
 
@@ -164,9 +164,9 @@ def _map(repair: Repair) -> tuple[native.Map, list[torch.Tensor]]:
     kind = repair.bias.dtype if repair.bias.dtype in (torch.float32, torch.bfloat16) else torch.float32
     parts = [part.detach().to(kind).contiguous() for part in repair.parts]
     bias = repair.bias.detach().float().contiguous()
-    found = native.Map(down=_float_matrix(parts[0]), up=_float_matrix(parts[1], bias.data_ptr()))
+    found = native.Map(down=float_matrix(parts[0]), up=float_matrix(parts[1], bias.data_ptr()))
     if len(parts) == 6:
-        found.gate, found.lift, found.out = (_float_matrix(part) for part in parts[3:])
+        found.gate, found.lift, found.out = (float_matrix(part) for part in parts[3:])
     return found, [*parts, bias]
 
 

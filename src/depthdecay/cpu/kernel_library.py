@@ -83,6 +83,7 @@ class Pass(Structure):
         ("logits_wanted", c_int64),
         ("logits", c_void_p),
         ("threads", c_int64),
+        ("beside", c_void_p),
     ]
 
 

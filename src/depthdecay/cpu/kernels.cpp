@@ -90,6 +90,7 @@ struct Pass {
     int64_t logits_wanted;
     float* logits;  // (logits_wanted, vocabulary)
     int64_t threads;
+    const float* beside;  // (tokens, hidden): what queries, keys and values read before the normalised state; or null
 };
 
 }  // extern "C"
@@ -507,9 +508,10 @@ class Decoding {
                     neurons = std::max(neurons, map->gate.rows);
                 }
         for (int64_t token = 0; token < n; ++token) longest = std::max(longest, pass.column[token] + 1);
-        widest_ = std::max({model.hidden, heads_size_, neurons, rank}) / BLOCK + 1;
+        const int64_t read = pass.beside == nullptr ? model.hidden : 2 * model.hidden;
+        widest_ = std::max({read, heads_size_, neurons, rank}) / BLOCK + 1;
         longest_ = (longest + LANES - 1) / LANES * LANES;
-        normal_ = Scratch::at_least(scratch.normal, std::max(n, threads * std::min(n, FEW)) * model.hidden);
+        normal_ = Scratch::at_least(scratch.normal, std::max(n, threads * std::min(n, FEW)) * read);
         sums_ = Scratch::at_least(scratch.sums, threads * n * widest_);
         query_ = Scratch::at_least(scratch.query, n * heads_size_);
         key_ = Scratch::at_least(scratch.key, n * kept_size_);
@@ -548,7 +550,7 @@ class Decoding {
         const Layer& layer = model_.layer[index];
         const int64_t size = model_.head_size;
         const bool sums_too = is_packed(layer.query) || is_packed(layer.key) || is_packed(layer.value);
-        Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too, pass_.state, n);
+        Vectors x = normalised(thread, layer.attention_norm, model_.epsilon, sums_too, pass_.state, n, nullptr, pass_.beside);
         const Matrix* const matrices[3] = {&layer.query, &layer.key, &layer.value};
         float* const results[3] = {query_, key_, value_};
         products<3>(team_, matrices, x, n, [&](int which, int64_t token, int64_t row, int64_t count, const F& values) {
@@ -609,16 +611,18 @@ class Decoding {
         });
     }
 
-    // States divided by the root of their mean square, times the norm's weight.
+    // States divided by the root of their mean square, times the norm's weight; before them what stands beside them.
     Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too, const float* states,
-                       int64_t n, const int64_t* chosen = nullptr) {
-        const int64_t hidden = model_.hidden;
+                       int64_t n, const int64_t* chosen = nullptr, const float* beside = nullptr) {
+        const int64_t hidden = model_.hidden, stride = beside == nullptr ? hidden : 2 * hidden;
         const bool alone = n <= FEW;
-        float* normal = normal_ + (alone ? thread * n * hidden : 0);
+        float* normal = normal_ + (alone ? thread * n * stride : 0);
         float* sums = sums_ + (alone ? thread * n * widest_ : 0);
         auto one = [&](int64_t token) {
             const float* state = states + (chosen == nullptr ? token : chosen[token]) * hidden;
-            float* to = normal + token * hidden;
+            float* const whole = normal + token * stride;
+            if (beside != nullptr) std::memcpy(whole, beside + token * hidden, hidden * sizeof(float));
+            float* const to = whole + (stride - hidden);
             F squares[2] = {F{}, F{}};
             int64_t k = 0;
             for (; k + 2 * LANES <= hidden; k += 2 * LANES)
@@ -633,13 +637,13 @@ class Decoding {
                 for (int64_t i = 0; i < hidden; ++i) to[i] = state[i] * scale;
             else
                 for (int64_t i = 0; i < hidden; ++i) to[i] = weight[i] * (state[i] * scale);
-            if (sums_too) add_up(to, hidden, sums + token * widest_);
+            if (sums_too) add_up(whole, stride, sums + token * widest_);
         };
         if (alone)
             for (int64_t token = 0; token < n; ++token) one(token);
         else
             team_.share(n, one);
-        return {normal, hidden, sums, widest_};
+        return {normal, stride, sums, widest_};
     }
 
     Vectors as_they_are(int64_t thread, const float* x, int64_t stride, bool sums_too, int64_t n) {

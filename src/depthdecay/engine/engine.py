@@ -455,7 +455,7 @@ class Engine:
             if self._drafting is None or not all(part is None or part.is_for(self.stack) for part in rows):
                 self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
                 if self.draft_head is not None:
-                    self._placed_head = PlacedHead(self.draft_head, self.stack)
+                    self._placed_head = placed_head(self.draft_head, self.stack)
                 self._chain = Kept()
                 self._drafting = drafting_for(
                     self.stack, self.drafting_plan, self.repairs, self._short_head, self._placed_head
@@ -514,6 +514,16 @@ def _open(
     from depthdecay.cpu.choose_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast, say=say)
+
+
+def placed_head(head: DraftHead, stack: LayerStack) -> PlacedHead:
+    """A head beside a model, by compiled calls where the model has them."""
+    placed = PlacedHead(head, stack)
+    if not stack.has_compiled_pass:
+        return placed
+    from depthdecay.speculative.compiled_head import CompiledHead
+
+    return CompiledHead.of(placed) or placed
 
 
 def _compiled_layers() -> Any:

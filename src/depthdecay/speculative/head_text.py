@@ -52,6 +52,10 @@ class PlacedHead:
         weight = stack.model.get_output_embeddings().weight
         return weight.device == self.weight.device and weight.dtype == self.weight.dtype
 
+    def text(self, first_layers: FirstLayers | None = None) -> HeadText:
+        """A new text."""
+        return HeadText(self, first_layers)
+
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.head.norm(states), self.weight, self.bias)
 
@@ -95,22 +99,23 @@ class HeadText:
         if not tokens:
             while len(self.tokens) > LONGEST_READ:
                 self._step(LONGEST_READ)
-            self.state = self._step(len(self.tokens))
+            self.state, logits = self._step(len(self.tokens), wants_logits=True)
         else:
             assert self.state is not None
             position = self.length + len(tokens) - 1
-            self.state = self._run(self._given(tokens[-1:], position), self.state, position)
-        return self.placed.logits(self.state[:, -1])
+            self.state, logits = self._run(self._given(tokens[-1:], position), self.state, position, wants_logits=True)
+        assert logits is not None
+        return logits
 
-    def _step(self, count: int) -> torch.Tensor:
+    def _step(self, count: int, wants_logits: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Read the first certain tokens for good."""
         before = torch.cat(self.before)
         given = self._given(self.tokens[:count], self.length)
-        state = self._run(given, before[None, :count], self.length)[:, -1:]
+        state, logits = self._run(given, before[None, :count], self.length, wants_logits)
         self.length += count
         self.tokens = self.tokens[count:]
         self.before = [before[count:]] if self.tokens else []
-        return state
+        return state[:, -1:], logits
 
     def _given(self, tokens: Sequence[int], position: int) -> torch.Tensor:
         """What the head is told of consecutive tokens: embeddings, or what the first layers make of them."""
@@ -128,8 +133,10 @@ class HeadText:
         ]
         return torch.cat(rows)[None]
 
-    def _run(self, given: torch.Tensor, before: torch.Tensor, position: int) -> torch.Tensor:
-        """The head over consecutive positions, whose keys and values it writes."""
+    def _run(
+        self, given: torch.Tensor, before: torch.Tensor, position: int, wants_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's states over consecutive positions, whose keys and values it writes; logits behind the last one."""
         head, device, count = self.head, before.device, given.shape[1]
         end = position + count
         self._make_room(end, before)
@@ -146,20 +153,25 @@ class HeadText:
         mixed = functional.scaled_dot_product_attention(
             query, self.keys[:, :, seen], self.values[:, :, seen], mask, enable_gqa=True
         )
-        return head.finish(given, before, mixed)
+        state = head.finish(given, before, mixed)
+        return state, self.placed.logits(state[:, -1]) if wants_logits else None
 
     def _make_room(self, positions: int, like: torch.Tensor) -> None:
         shape = self.head.shape
         held = 0 if self.keys is None else self.keys.shape[2]
         if positions <= held:
             return
-        room = max(positions, held * 3 // 2) + GROWTH
+        room = self.grown(held, positions)
         for name in ("keys", "values"):
             new = like.new_zeros((1, shape.key_value_heads, room, shape.head_size))
             old = getattr(self, name)
             if old is not None:
                 new[:, :, :held] = old
             setattr(self, name, new)
+
+    @staticmethod
+    def grown(held: int, positions: int) -> int:
+        return max(positions, held * 3 // 2) + GROWTH
 
     @property
     def cache_bytes(self) -> int:

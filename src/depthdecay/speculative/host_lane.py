@@ -12,7 +12,7 @@ from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import PLAIN, Ask, Part, Runner, Said
 from depthdecay.speculative.accept import count_right
 from depthdecay.speculative.expected_gain import LEARNED, Pace
-from depthdecay.speculative.head_text import HeadText, PlacedHead
+from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import ShortHead
 
 
@@ -74,7 +74,7 @@ class HostLane:
         self.last = token
         if self.draft_head is not None:
             first = self._first_layers if self.draft_head.head.shape.first_layers else None
-            self.head_text = HeadText(self.draft_head, first)
+            self.head_text = self.draft_head.text(first)
             self.head_text.verified([*self._text[1:], token], self.states)
             self.head_text.read()
 

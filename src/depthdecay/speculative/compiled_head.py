@@ -1,0 +1,150 @@
+"""A draft head on a CPU as one compiled call: the call of a model's pass, for a model of one layer.
+
+The head's layer differs from a model's in one thing: queries, keys and values read the normalised token beside the
+normalised state. Weights are in as few bits as the model's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from depthdecay.cpu import kernel_library as native
+from depthdecay.cpu.compiled_stack import CompiledLayerStack, float_matrix
+from depthdecay.cpu.quantized_blocks import Packed, can_hold, packed, rounded_to_4, rounded_to_8
+from depthdecay.cpu.threads import threads
+from depthdecay.speculative.head_text import FirstLayers, HeadText, PlacedHead
+
+
+class CompiledHead(PlacedHead):
+    """A head with its weights as a compiled call takes them."""
+
+    def __init__(self, placed: PlacedHead, stack: CompiledLayerStack) -> None:
+        self.__dict__.update(placed.__dict__)
+        self.code = stack.code
+        self.setting = None if stack.rounded is None else stack.rounded.setting
+        self._alive: list[torch.Tensor] = []
+        self._packed_bytes = 0
+        head, shape = self.head, self.head.shape
+        layer = native.Layer(
+            attention_norm=self._floats(head.state_norm.weight),
+            mlp_norm=self._floats(head.mlp_norm.weight),
+            **{
+                name: self._matrix(getattr(head, name).weight)
+                for name in ("query", "key", "value", "output", "gate", "up", "down")
+            },
+        )
+        self._layer = (native.Layer * 1)(layer)
+        bias = None if self.bias is None else self._floats(self.bias)
+        self.model = native.ModelStruct(
+            hidden=shape.hidden,
+            heads=shape.heads,
+            key_value_heads=shape.key_value_heads,
+            head_size=shape.head_size,
+            neurons=shape.neurons,
+            layers=1,
+            epsilon=shape.epsilon,
+            scale=shape.head_size**-0.5,
+            layer=self._layer,
+            final_norm=self._floats(head.norm.weight),
+            head=self._matrix(self.weight, bias, bits=8),
+        )
+        none = (ctypes.POINTER(native.Map) * 1)()
+        self._no_maps = none
+
+    @classmethod
+    def of(cls, placed: PlacedHead) -> CompiledHead | None:
+        """Where the model beside it has compiled passes, and the head reads no layers of it."""
+        stack = placed.stack
+        if not isinstance(stack, CompiledLayerStack) or placed.head.shape.first_layers:
+            return None
+        return cls(placed, stack)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed_bytes
+
+    def text(self, first_layers: FirstLayers | None = None) -> CompiledHeadText:
+        return CompiledHeadText(self)
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        self._alive.append(tensor.detach().float().contiguous())
+        return self._alive[-1].data_ptr()
+
+    def _matrix(self, weight: torch.Tensor, bias: int | None = None, bits: int = 4) -> native.Matrix:
+        """In the model's own bits; rows of the output matrix always in 8, as the model's are."""
+        weight = weight.detach().contiguous()
+        if self.setting is None or not can_hold(weight):
+            self._alive.append(weight if weight.dtype == torch.bfloat16 else weight.float())
+            self._packed_bytes += self._alive[-1].nbytes
+            return float_matrix(self._alive[-1], bias)
+        is_coarse = self.setting == "int4" and bits == 4
+        found: Packed = packed(rounded_to_4(weight) if is_coarse else rounded_to_8(weight))
+        self._alive.append(found.data)
+        self._packed_bytes += found.nbytes
+        return native.Matrix(found.data.data_ptr(), bias, found.rows, found.columns, found.kind)
+
+
+class CompiledHeadText(HeadText):
+    """One text, whose positions lie one behind the other in one block."""
+
+    placed: CompiledHead
+
+    def _run(
+        self, given: torch.Tensor, before: torch.Tensor, position: int, wants_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count, placed, shape = given.shape[1], self.placed, self.head.shape
+        end = position + count
+        self._make_room(end, before)
+        assert self.keys is not None
+        assert self.values is not None
+        state = before[0].float().clone(memory_format=torch.contiguous_format)
+        beside = self.head.token_norm(given[0].float()).contiguous()
+        cosine, sine = (part[0, 0].float().contiguous() for part in self._angles(position, end))
+        logits = torch.empty((1 if wants_logits else 0, len(self.head.vocabulary)))
+        numbers = ctypes.c_int64 * count
+        whole = native.Segment(0, count, placed._no_maps)
+        table = torch.zeros(1, dtype=torch.long)
+        pointer = ctypes.c_void_p * 1
+        arguments = native.Pass(
+            tokens=count,
+            batch=1,
+            row=numbers(*[0] * count),
+            column=numbers(*range(position - 1, end - 1)),  # position 0 has no key
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            state=state.data_ptr(),
+            keys=pointer(self.keys.data_ptr()),
+            values=pointer(self.values.data_ptr()),
+            table=table.data_ptr(),
+            most=1,
+            block=self.keys.shape[0],
+            halves=0,
+            running=numbers(count),
+            segment=ctypes.pointer(whole),
+            segments=1,
+            wanted=numbers(count - 1),
+            logits_wanted=len(logits),
+            logits=logits.data_ptr(),
+            threads=threads(),
+            beside=beside.data_ptr(),
+        )
+        placed.code.run(placed.model, arguments)
+        assert shape.hidden == state.shape[1]
+        return state[None].to(before.dtype), logits if wants_logits else None
+
+    def _angles(self, position: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head.angles(torch.arange(position, end)[None], torch.float32)
+
+    def _make_room(self, positions: int, like: torch.Tensor) -> None:
+        """(position, heads, size), as a block of the compiled pass lies."""
+        held = 0 if self.keys is None else self.keys.shape[0]
+        if positions <= held:
+            return
+        shape = (self.grown(held, positions), self.head.shape.key_value_heads, self.head.shape.head_size)
+        for name in ("keys", "values"):
+            old, new = getattr(self, name), torch.zeros(shape)
+            if old is not None:
+                new[:held] = old
+            setattr(self, name, new)

@@ -1,0 +1,94 @@
+"""A draft head on a CPU as one compiled call says what it says in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draft_heads import random_head, states_of
+from tiny_models import tiny_model
+
+import depthdecay as dd
+from depthdecay.cpu.choose_stack import open_stack
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.compiled_head import CompiledHead
+from depthdecay.speculative.head_text import PlacedHead
+
+TEXT = [5, 17, 3, 88, 41, 9, 60, 23, 7, 12, 93, 4, 55, 31, 8, 70, 22, 9, 11, 64]
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [(None, 1e-4), ("int8", 0.08)])
+def test_logits_are_those_of_torch(quantize: str | None, tolerance: float) -> None:
+    model = tiny_model("llama")
+    head = random_head(model, vocabulary=70)
+    stack = open_stack(model, quantize=quantize)
+    if not stack.has_compiled_pass:
+        pytest.skip("no compiler here")
+    placed = PlacedHead(head, stack)
+    compiled = CompiledHead.of(placed)
+    assert compiled is not None
+    states = states_of(LayerStack.of(model), TEXT, placed.states)
+    plain, fast = placed.text(), compiled.text()
+    certain = 3
+    for text in (plain, fast):
+        text.verified(TEXT[1 : certain + 1], states)
+        text.read()
+    for begins in (3, 4, 9, 12):
+        for text in (plain, fast):
+            if begins > certain:
+                rows = {layer: state[certain:begins] for layer, state in states.items()}
+                text.verified(TEXT[certain + 1 : begins + 1], rows)
+        certain = begins
+        for draft in range(4):
+            ahead = TEXT[begins + 1 : begins + 1 + draft]
+            expected, said = plain.draft(ahead), fast.draft(ahead)
+            assert (said - expected).norm() <= tolerance * expected.norm(), (begins, draft)
+
+
+def test_weights_take_the_models_own_bits() -> None:
+    model = tiny_model("llama")
+    head = random_head(model)
+    sizes = {}
+    for quantize in (None, "int8", "int4"):
+        engine = dd.Engine(model, draft_head=head, quantize=quantize)
+        if not engine.stack.has_compiled_pass:
+            pytest.skip("no compiler here")
+        engine._prepared_drafting()
+        assert isinstance(engine._placed_head, CompiledHead)
+        sizes[quantize] = engine._placed_head.nbytes
+        answer = engine.generate([TEXT], 30, mode="lossless", lookup=0)[0]
+        assert answer.token_ids == engine.generate([TEXT], 30, mode="full")[0].token_ids
+        assert answer.drafted > 0
+    assert sizes[None] > 2 * sizes["int8"] > 2 * sizes["int4"] > 0
+
+
+def test_a_head_on_first_layers_stays_in_torch() -> None:
+    model = tiny_model("llama")
+    engine = dd.Engine(model, draft_head=random_head(model, first_layers=2))
+    engine._prepared_drafting()
+    assert type(engine._placed_head) is PlacedHead
+
+
+def test_a_long_text_finds_room() -> None:
+    model = tiny_model("llama")
+    engine = dd.Engine(model, draft_head=random_head(model))
+    prompt = [(7 * place) % 90 + 3 for place in range(150)]
+    answer = engine.generate([prompt], 100, mode="lossless", lookup=0)[0]
+    assert answer.token_ids == engine.generate([prompt], 100, mode="full")[0].token_ids
+
+
+def test_the_last_layer_of_torch_is_left_alone() -> None:
+    """The compiled call writes into states of its own."""
+    model = tiny_model("llama")
+    placed = PlacedHead(random_head(model), open_stack(model))
+    compiled = CompiledHead.of(placed)
+    if compiled is None:
+        pytest.skip("no compiler here")
+    text = compiled.text()
+    states = states_of(LayerStack.of(model), TEXT, placed.states)
+    text.verified(TEXT[1:4], states)
+    before = [part.clone() for part in text.before]
+    text.draft([])
+    text.draft([TEXT[4]])
+    assert torch.equal(
+        torch.cat(before), text.head.joined(torch.cat([states[x][:3] for x in placed.head.shape.states], -1))
+    )
