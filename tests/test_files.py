@@ -53,5 +53,12 @@ def test_the_engine_does_not_import_what_finds_and_converts_models() -> None:
         "import sys, depthdecay.engine.engine; print(*(name for name in sys.modules if name.startswith('depthdecay.')))"
     )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    elsewhere = {"model.load", "model.gguf_cache", "model.gguf_convert", "plan.identity", "plan.fingerprint"}
+    elsewhere = {
+        "model.load",
+        "model.gguf_cache",
+        "model.gguf_convert",
+        "model.gguf_tokenizer",
+        "plan.identity",
+        "plan.fingerprint",
+    }
     assert not {f"depthdecay.{name}" for name in elsewhere} & set(imported)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
-from depthdecay.model.gguf_splits import LINES, SPLITS, UNNAMED, UNNAMED_SPLIT, Split
+from depthdecay.model.gguf_splits import LINES, SPLITS, UNNAMED, UNNAMED_SPLIT, WordSplit
 
 # The numbers of llama.cpp's token types.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -30,7 +30,7 @@ class TokenizerFields:
 
     kind: Kind
     pre: str
-    split: Split
+    split: WordSplit
     tokens: list[str]
     types: list[int]
     scores: list[float]
@@ -53,7 +53,8 @@ class TokenizerFields:
         kind = field("model", "none")
         if kind not in _KINDS:
             raise UnsupportedModelError(
-                f"the GGUF file '{path}' has a tokenizer of the kind '{kind}', and only {', '.join(_KINDS)} are known; "
+                f"the GGUF file '{path}' (architecture '{metadata(reader, 'general.architecture', 'unknown')}') has a "
+                f"tokenizer of the kind '{kind}', and only {', '.join(_KINDS)} are known; "
                 f"give the model's safetensors version instead"
             )
         # Ids without a text are never read nor written, yet each needs a name of its own.
@@ -115,9 +116,9 @@ def metadata(reader: Any, key: str, default: Any) -> Any:
     return default if field is None else field.contents()
 
 
-def _split(kind: str, pre: str, path: Path) -> Split:
+def _split(kind: str, pre: str, path: Path) -> WordSplit:
     if kind != "gpt2":
-        return LINES if kind == "gemma4" else Split(())
+        return LINES if kind == "gemma4" else WordSplit(())
     if pre in UNNAMED:
         return UNNAMED_SPLIT
     if pre not in SPLITS:

@@ -44,7 +44,7 @@ _SEED_CODER = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}
 
 
 @dataclass(frozen=True)
-class Split:
+class WordSplit:
     """Patterns, each applied to the pieces that the ones before it have left, and what else a name stands for."""
 
     patterns: tuple[str, ...]
@@ -53,42 +53,42 @@ class Split:
     composes: bool = False  # letters and their accents become one character first (NFC)
 
 
-def _named(split: Split, *names: str) -> dict[str, Split]:
+def _named(split: WordSplit, *names: str) -> dict[str, WordSplit]:
     return dict.fromkeys(names, split)
 
 
-SPLITS: dict[str, Split] = {
+SPLITS: dict[str, WordSplit] = {
     **_named(
-        Split((_LLAMA3,), whole_words=True, adds_bos=True),
+        WordSplit((_LLAMA3,), whole_words=True, adds_bos=True),
         *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     ),
-    **_named(Split((_LLAMA3,)), "dbrx", "smaug-bpe", "chatglm-bpe"),
-    **_named(Split((_LLAMA3,), whole_words=True), "glm4", "glm5"),
+    **_named(WordSplit((_LLAMA3,)), "dbrx", "smaug-bpe", "chatglm-bpe"),
+    **_named(WordSplit((_LLAMA3,), whole_words=True), "glm4", "glm5"),
     # llama.cpp composes nothing, yet Qwen's models were trained on text that is.
-    **_named(Split((_QWEN2,), composes=True), "qwen2", "deepseek-r1-qwen"),
-    **_named(Split((_QWEN35,), composes=True), "qwen35"),
-    **_named(Split((_QWEN2,)), "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
-    **_named(Split((_TEKKEN,), whole_words=True, adds_bos=True), "tekken"),
-    **_named(Split((_GPT4O,)), "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
+    **_named(WordSplit((_QWEN2,), composes=True), "qwen2", "deepseek-r1-qwen"),
+    **_named(WordSplit((_QWEN35,), composes=True), "qwen35"),
+    **_named(WordSplit((_QWEN2,)), "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+    **_named(WordSplit((_TEKKEN,), whole_words=True, adds_bos=True), "tekken"),
+    **_named(WordSplit((_GPT4O,)), "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
     **_named(
-        Split((_GPT2,)),
+        WordSplit((_GPT2,)),
         *("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais", "trillion", "exaone4"),
     ),
     **_named(
-        Split((r"\p{N}", _GPT2)),
+        WordSplit((r"\p{N}", _GPT2)),
         *("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
     ),
-    **_named(Split(_DEEPSEEK_V3), "deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
-    **_named(Split(_DEEPSEEK_LLM), "deepseek-llm"),
-    **_named(Split(_DEEPSEEK_CODER), "deepseek-coder"),
-    **_named(Split(_FALCON), "falcon"),
-    **_named(Split((_BLOOM,)), "poro-chat", "bloom", "gpt3-finnish"),
-    **_named(Split((_BLOOM, r"\p{N}")), "viking"),
-    **_named(Split((_BAILING,)), "bailingmoe", "bailingmoe2", "llada-moe"),
-    **_named(Split((_SEED_CODER,)), "seed-coder"),
+    **_named(WordSplit(_DEEPSEEK_V3), "deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+    **_named(WordSplit(_DEEPSEEK_LLM), "deepseek-llm"),
+    **_named(WordSplit(_DEEPSEEK_CODER), "deepseek-coder"),
+    **_named(WordSplit(_FALCON), "falcon"),
+    **_named(WordSplit((_BLOOM,)), "poro-chat", "bloom", "gpt3-finnish"),
+    **_named(WordSplit((_BLOOM, r"\p{N}")), "viking"),
+    **_named(WordSplit((_BAILING,)), "bailingmoe", "bailingmoe2", "llada-moe"),
+    **_named(WordSplit((_SEED_CODER,)), "seed-coder"),
 }
 # Old files name none. Most models of their time split as GPT-2 does; llama.cpp's own guess fits Falcon alone.
 UNNAMED = ("", "default")
-UNNAMED_SPLIT = Split((_GPT2,))
+UNNAMED_SPLIT = WordSplit((_GPT2,))
 # Not byte-level: text is cut at newlines alone.
-LINES = Split((r"[^\n]+|\n+",), adds_bos=True)
+LINES = WordSplit((r"[^\n]+|\n+",), adds_bos=True)
