@@ -18,6 +18,7 @@ from depthdecay.cli.calibrate import calibrate
 from depthdecay.cli.chat import chat
 from depthdecay.cli.check import check
 from depthdecay.cli.demo import demo
+from depthdecay.cli.doctor import doctor
 from depthdecay.cli.eval import eval_command
 from depthdecay.cli.export import export
 from depthdecay.cli.flags import in_flags
@@ -102,6 +103,7 @@ app.command()(serve)
 app.command()(loadtest)
 app.command()(info)
 app.command()(check)
+app.command()(doctor)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(export)

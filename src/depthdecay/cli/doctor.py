@@ -1,0 +1,183 @@
+"""`depthdecay doctor`: what is fast on this machine, and for this model, and what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from depthdecay.cli import options as opt
+from depthdecay.cli.show import out_console, working
+from depthdecay.errors import one_line
+
+if TYPE_CHECKING:
+    from depthdecay.model.layers import LayerStack
+
+_LEAST_FREE = 2 * 10**9  # bytes for converted weights and compiled kernels
+_EXTRAS = {"serve": "fastapi", "eval": "lm_eval", "plot": "matplotlib", "vllm": "vllm"}
+_MARKS = {"fast": ("✓", "green"), "slow": ("✗", "red"), "note": ("·", "dim")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `slow`: something that would be faster if what `detail` says were otherwise."""
+
+    verdict: Literal["fast", "slow", "note"]
+    name: str
+    detail: str
+
+
+@opt.grouped()
+def doctor(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Also look at this model: its form decides what is fast.")
+    ] = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Tell what is fast here and why the rest is not: compiler, CUDA, graphs, compiled layers, the model's form."""
+    with working("looking …", quiet=as_json):
+        findings = list(_machine())
+        if model is not None:
+            options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
+            findings += _model(options, as_json)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
+        return
+    for finding in findings:
+        out_console().print(
+            Text.assemble(_MARKS[finding.verdict], f" {finding.name}", (f"  {finding.detail}", "dim")), soft_wrap=True
+        )
+
+
+def _machine() -> Iterator[Finding]:
+    from depthdecay import __version__
+
+    found = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
+    yield Finding("note", "versions", f"depthdecay {__version__}, Python {platform.python_version()}, {found}")
+    yield from _cpu()
+    yield from _cuda()
+    yield _cache()
+    there = [name for name, module in _EXTRAS.items() if find_spec(module) is not None]
+    missing = [name for name in _EXTRAS if name not in there]
+    words = f"installed: {', '.join(there) or 'none'}" + (f"; not installed: {', '.join(missing)}" if missing else "")
+    yield Finding("note", "extras", words)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _cpu() -> Iterator[Finding]:
+    from depthdecay.cpu import kernel_library
+    from depthdecay.cpu.threads import physical_cores
+
+    features = kernel_library.processor_features()
+    width = next((name for name in ("avx512f", "avx2", "asimd") if name in features), "no wide vectors known")
+    try:
+        compiler = kernel_library.find_compiler()
+        kernel_library.library()
+        words = f"{os.path.basename(compiler)}, {physical_cores()} cores, {width}"
+        yield Finding("fast", "compiled passes on the CPU", words)
+    except kernel_library.Unavailable as reason:
+        yield Finding("slow", "compiled passes on the CPU", f"{reason}; models on a CPU run by torch alone")
+
+
+def _cuda() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        yield Finding("note", "CUDA", "no GPU is there, or its driver is not" if built else "this torch is for CPUs")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    generation = f"{properties.major}.{properties.minor}"
+    yield Finding("fast", "CUDA graphs", f"{properties.name}, compute capability {generation}")
+    if find_spec("triton") is None:
+        yield Finding("slow", "compiled layers", "there is no Triton; layers run as they are")
+    elif properties.major < 8:
+        yield Finding("slow", "compiled layers", f"our kernels need compute capability 8.0; this GPU has {generation}")
+    elif shutil.which("cc") is None and shutil.which("gcc") is None and os.environ.get("CC") is None:
+        yield Finding("slow", "compiled layers", "Triton needs a C compiler (gcc, or $CC) to launch its kernels")
+    else:
+        overlap = "kernels overlap" if properties.major >= 9 else "kernels do not overlap before capability 9.0"
+        yield Finding("fast", "compiled layers", f"Triton {_version('triton')}; {overlap}")
+
+
+def _cache() -> Finding:
+    from depthdecay.files import cache_folder
+
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if not os.access(folder, os.W_OK):
+            return Finding("slow", "cache folder", f"{folder} cannot be written; every start is a first one")
+    except OSError as error:
+        return Finding("slow", "cache folder", f"{folder}: {one_line(error)}; every start is a first one")
+    words = f"{folder}, {free / 1e9:.0f} GB free"
+    return Finding("fast" if free >= _LEAST_FREE else "slow", "cache folder", words)
+
+
+def _model(options: opt.ModelOptions, quiet: bool) -> Iterator[Finding]:
+    from depthdecay.model.layers import LayerStack, primary_device
+    from depthdecay.plan.stored_plans import shipped_plan
+
+    loaded = options.load(quiet=quiet)
+    stack = LayerStack.of(loaded.model)
+    device = primary_device(stack.model)
+    dtype = str(stack.model.dtype).removeprefix("torch.")
+    name = type(stack.model).__name__
+    yield Finding("note", "model", f"{loaded.name}: {name}, {stack.num_layers} layers, {dtype} on {device}")
+    yield _on_cuda(stack) if device.type == "cuda" else _on_cpu(stack)
+    if device.type == "cuda":
+        yield _exact(stack)
+    shipped = shipped_plan(loaded.name)
+    if shipped is None:
+        words = "none comes with the package; `depthdecay calibrate` makes one, and `--lossless` a drafter"
+        yield Finding("slow", "calibrated plan", words)
+    else:
+        yield Finding("fast", "calibrated plan", shipped.describe())
+
+
+def _on_cpu(stack: LayerStack) -> Finding:
+    from depthdecay.cpu.supported_models import OtherForm, form_of, hooked
+
+    try:
+        form_of(stack)
+    except OtherForm as reason:
+        return Finding("slow", "compiled passes", f"{reason}; the model's own forward runs")
+    if hooked(stack):
+        return Finding("slow", "compiled passes", "code of somebody else hangs on the model (hooks, another forward)")
+    return Finding("fast", "compiled passes", "this model has the form that they take")
+
+
+def _on_cuda(stack: LayerStack) -> Finding:
+    spread = len(set((getattr(stack.model, "hf_device_map", None) or {}).values())) > 1
+    if spread:
+        return Finding("slow", "graphs", "the model is spread over several devices, so its passes run one by one")
+    return Finding("fast", "graphs", "whole passes are captured, with compiled layers where they fit")
+
+
+def _exact(stack: LayerStack) -> Finding:
+    from depthdecay.cuda.exactness import why_inexact
+
+    reason = why_inexact(stack)
+    if reason is None:
+        words = "by what the model is made of; a trial at the first answer decides"
+        return Finding("fast", "lossless to the last bit", words)
+    return Finding("note", "lossless up to near-ties", reason)
