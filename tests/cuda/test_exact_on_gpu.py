@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_heads import random_head
 from tiny_models import PROMPTS, tiny_model
 
 import depthdecay as dd
@@ -20,7 +21,7 @@ from depthdecay.model.kv_cache import bucket_for
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import Part
-from depthdecay.speculative.expected_gain import TrackRecord
+from depthdecay.speculative.expected_gain import LEARNED, TrackRecord
 
 pytestmark = [
     pytest.mark.cuda,
@@ -158,6 +159,57 @@ def test_lossless_answers_are_those_of_full_depth_bit_for_bit(
             assert result.token_ids == full.token_ids
     assert engine._chain.last is not None
     assert engine._chain.last.passes.graphs.compiled is engine.compiled  # nothing was given up
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "chat": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+}
+
+
+@exact
+@pytest.mark.parametrize("settings", SAMPLED.values(), ids=SAMPLED)
+def test_seeded_answers_are_those_of_full_depth_bit_for_bit(
+    architecture: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter((1, 5, 3, 0, 9, 15, 2) * 2000)
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
+    plan = dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[2])
+    engine = dd.Engine(model_of(architecture, torch.bfloat16, **EXACT[architecture]), plan=plan, compile=True)
+    for seed, prompt in enumerate(PROMPTS):
+        asked = {**settings, "do_sample": True, "seed": seed, "eos_token_id": None}
+        full = engine.generate([prompt], 200, mode="full", **asked)[0]
+        for lookup in (True, False):
+            result = engine.generate([prompt], 200, mode="lossless", lookup=lookup, **asked)[0]
+            assert (result.exact, result.inexact_because) == (True, None)
+            assert result.drafted > 0
+            assert result.token_ids == full.token_ids
+    assert engine._chain.last is not None  # graphs that feed each other, and no fallback
+    assert engine._chain.last.passes.graphs.compiled is engine.compiled
+
+
+@pytest.mark.parametrize("first_layers", [0, 2])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_learned_head_drafts_inside_the_graphs(
+    architecture: str, first_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter((1, 5, 3, 0, 9, 15, 2) * 2000)
+    monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
+    model = model_of(architecture, torch.bfloat16, **EXACT[architecture])
+    engine = dd.Engine(model, draft_head=random_head(model, first_layers, vocabulary=512), compile=True)
+    for prompt in PROMPTS:
+        for settings in ({}, {"do_sample": True, "seed": 1, "temperature": 0.7}):
+            asked = {**settings, "eos_token_id": None}
+            full = engine.generate([prompt], 150, mode="full", **asked)[0]
+            result = engine.generate([prompt], 150, mode="lossless", lookup=False, **asked)[0]
+            assert result.exact is True
+            assert result.drafted > 0
+            assert result.token_ids == full.token_ids
+    chain = engine._chain.last
+    assert chain is not None
+    assert chain.passes.graphs.compiled is engine.compiled
+    assert {key[1] for key in chain.passes.graphs.by_key if key[0] == "draft"} == {LEARNED}
 
 
 def test_a_second_engine_says_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
