@@ -52,3 +52,13 @@ def test_prompts_are_a_file_a_list_or_a_tasks_questions(tmp_path: Path) -> None:
         prompts_for(["one"], "gsm8k")
     with pytest.raises(DepthDecayError, match="no prompt was given"):
         prompts_for([])
+
+
+def test_of_several_turns_the_first_is_asked(tmp_path: Path) -> None:
+    """As MT-bench's questions lie."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question_id": 81, "turns": ["Write a poem.", "Now in French."]}\n', encoding="utf-8")
+    assert read_prompts(file) == ["Write a poem."]
+    file.write_text('{"turns": [5]}\n', encoding="utf-8")
+    with pytest.raises(DepthDecayError, match="turns must be a text"):
+        read_prompts(file)

@@ -14,7 +14,7 @@ from depthdecay.files import read_bytes
 from depthdecay.model.prompts import as_batch
 
 Prompts = str | os.PathLike[str] | Sequence[Any]  # a file, or the prompts themselves
-_FIELDS = ("messages", "prompt", "question", "text", "instruction")
+_FIELDS = ("messages", "prompt", "question", "text", "instruction", "turns")
 
 
 def prompts_for(prompts: Prompts, task: str | None = None) -> Callable[[Any], list[Any]]:
@@ -67,6 +67,9 @@ def _prompt_of(line: str, where: str) -> Any:
         )
         if not good:
             raise DepthDecayError(f"{where}: messages must be a list of objects with role and content")
-    elif not isinstance(prompt, str) or not prompt.strip():
+        return prompt
+    if name == "turns" and isinstance(prompt, list):  # MT-bench's questions: what the user says first
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt.strip():
         raise DepthDecayError(f"{where}: {name} must be a text that is not empty")
     return prompt
