@@ -168,6 +168,18 @@ def test_python_gets_what_the_command_shows(tmp_path: Path) -> None:
     assert theirs["model"] == report.model == "model"  # not where it lies
 
 
+def test_sampled_answers_are_held_against_seeded_full_depth(tmp_path: Path) -> None:
+    loaded = dd.load(save_tiny_chat_model(tmp_path), device="cpu")
+    report = benchmark_lossless(loaded, ["what is 1?", "what is 2?"], new_tokens=12, temperature=0.8)
+    assert {row.method for row in report.lossless_rows} == {
+        "full",
+        "lossless, guessed layers",
+        "lossless, guessed layers and lookup",
+    }
+    assert report.settings["temperature"] == 0.8
+    assert all(row.answers_that_differ == 0 for row in report.lossless_rows)
+
+
 def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
     plan = dd.Plan.constant(LAYERS, 4)
     assert list(_drafters(None)) == ["guessed layers"]
@@ -176,6 +188,10 @@ def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
     found = _drafters(repaired)
     assert list(found) == ["guessed layers", "calibrated", "calibrated and repaired"]
     assert list(found.values()) == [None, plan, repaired]
+    learned = replace(dd.Plan.full(LAYERS), draft_head="draft_head.safetensors")
+    assert _drafters(learned) == {"guessed layers": None, "learned head": learned}
+    both = replace(repaired, draft_head="draft_head.safetensors")
+    assert list(_drafters(both).values()) == [None, plan, repaired, both]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +204,8 @@ def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
         ({"peers": ["beams"]}, "peers holds 'beams'"),
         ({"peers": ["generate"], "assistant": "x"}, "which peers generate leaves out"),
         ({"task": "chess"}, "prompts is a list"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 0.7, "peers": ["generate"]}, "draw their own samples"),
     ],
 )
 def test_bad_values_are_refused_by_pythons_names_before_a_model_is_loaded(given: Any, complaint: str) -> None:

@@ -17,6 +17,7 @@ from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_an
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
+from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
 from depthdecay.errors import ArgumentError, DepthDecayError, failure
 from depthdecay.model.load import as_loaded
@@ -42,6 +43,7 @@ def benchmark_lossless(
     new_tokens: int = 256,
     peers: Sequence[str] | None = None,
     assistant: str | LoadedModel | None = None,
+    temperature: float = 0.0,
     compile: bool = True,
     result_file: str | os.PathLike[str] | None = None,
     device: str | None = None,
@@ -53,17 +55,22 @@ def benchmark_lossless(
         report = benchmark_lossless("smollm2-135m", "prompts.jsonl", "my-plan")
         {row.method: row.speedup for row in report.lossless_rows}
 
-    Drafters are layers by guess, the plan's ladder without its maps, and the plan as it is: the one to draft with where
-    one lies beside it, and for the embedded model its own where none is given. `prompts` are a .jsonl or .txt file or
+    Drafters are layers by guess, the plan's ladder without its maps, with them, and the plan's learned head: of the one
+    to draft with where one lies beside it, and for the embedded model its own where none is given. `prompts` are a .jsonl or .txt file or
     a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate, prompt-lookup,
     early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are slower, so
-    only the first `compared` prompts are theirs. A `result_file` gets what is known so far, now and then.
+    only the first `compared` prompts are theirs. Above a `temperature` of 0 answers are sampled, seeded, and transformers
+    has no part in it, which draws otherwise. A `result_file` gets what is known so far, now and then.
     """
     whole_number("limit", limit, 1)
     if compared is not None:
         whole_number("compared", compared, 0)
     whole_number("new_tokens", new_tokens, 2)
     _check_peers(peers, assistant)
+    if not 0 <= temperature <= 10:
+        raise ArgumentError(f"temperature is {temperature}; expected a number from 0 to 10", "temperature")
+    if temperature > 0 and (peers or assistant is not None):
+        raise ArgumentError("peers draw their own samples; with a temperature give none", "peers", "temperature")
     require_writable(result_file)
     asked = prompts_for(prompts, task)
     stored = DepthSettings.of(plan).stored()
@@ -81,7 +88,8 @@ def benchmark_lossless(
         [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
         _drafters(drafter or shipped_plan(loaded.name)),
         new_tokens=new_tokens,
-        peers=peers if peers is not None else PEERS if helper is not None else PEERS[:3],
+        peers=() if temperature > 0 else peers if peers is not None else PEERS if helper is not None else PEERS[:3],
+        temperature=temperature,
         assistant=helper,
         compile_layers=compile,
         compared=compared,
@@ -109,12 +117,17 @@ def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
 
 def _drafters(plan: Plan | None) -> dict[str, Plan | None]:
     """By label, the best last."""
-    guessed: dict[str, Plan | None] = {"guessed layers": None}
+    found: dict[str, Plan | None] = {"guessed layers": None}
     if plan is None:
-        return guessed
-    if plan.repairs is None:
-        return guessed | {"calibrated": plan}
-    return guessed | {"calibrated": replace(plan, repairs=None), "calibrated and repaired": plan}
+        return found
+    by_layers = replace(plan, draft_head=None)
+    if plan.schedule.final_depth < plan.num_layers:
+        found["calibrated"] = replace(by_layers, repairs=None)
+    if plan.repairs is not None:
+        found["calibrated and repaired"] = by_layers
+    if plan.draft_head is not None:
+        found["learned head"] = plan
+    return found
 
 
 def run_lossless_bench(
@@ -127,6 +140,7 @@ def run_lossless_bench(
     new_tokens: int,
     peers: Sequence[str] = PEERS[:3],
     assistant: Any = None,
+    temperature: float = 0.0,
     compile_layers: bool = True,
     compared: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
@@ -144,10 +158,12 @@ def run_lossless_bench(
     with guess_is_meant():
         engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
     full = Engine(model, compile=compile)
-    ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full")}
+    picked = {**PLAIN_GREEDY, **({"do_sample": True, "temperature": temperature, "seed": 0} if temperature else {})}
+    ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full", **picked)}
     for label, engine in engines.items():
-        ways[f"lossless, {label}"] = partial(our_answer, engine, new_tokens, "lossless", lookup=False)
-        ways[f"lossless, {label} and lookup"] = partial(our_answer, engine, new_tokens, "lossless", lookup=True)
+        ours = partial(our_answer, engine, new_tokens, "lossless", **picked)
+        ways[f"lossless, {label}"] = partial(ours, lookup=False)
+        ways[f"lossless, {label} and lookup"] = partial(ours, lookup=True)
     for peer in peers:
         ways[f"transformers {peer}"] = partial(transformers_answer, model, new_tokens, peer, assistant)
     best = f"lossless, {next(reversed(plans), None)}"
@@ -178,6 +194,7 @@ def run_lossless_bench(
             "prompts": done,
             "compared": compared,
             "new_tokens": new_tokens,
+            "temperature": temperature,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": torch.device(model.device).type,
             "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
@@ -203,7 +220,8 @@ def run_lossless_bench(
             add_answer(row, tokens, seconds, result)
             if tokens != expected:
                 row.answers_that_differ += 1
-                row.differences += divergence(model, number, list(prompt), expected, tokens)
+                if not temperature:  # how near a tie was, greedy choices tell
+                    row.differences += divergence(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
                 add_answer(full_alone, tokens, seconds, result)
         if time.monotonic() - saved > SAVE_EVERY:

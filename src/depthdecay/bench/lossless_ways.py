@@ -22,7 +22,7 @@ Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer
 def our_answer(
     engine: Engine, tokens: int, mode: str, ids: list[int], **settings: Any
 ) -> tuple[list[int], float, Result]:
-    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **PLAIN_GREEDY, **settings)
+    (result,) = engine.generate([ids], tokens, mode=mode, stop=[], **settings)
     return result.token_ids, result.decode_seconds, result
 
 

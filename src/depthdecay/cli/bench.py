@@ -74,6 +74,9 @@ class LosslessOptions:
         _measurement(help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit."),
     ] = None
     assistant: Annotated[str | None, _measurement(help="A smaller model for transformers' assisted generation.")] = None
+    temperature: Annotated[float, _measurement(help="For --mode lossless: above 0, seeded samples, without peers.")] = (
+        0.0
+    )
 
     @property
     def given(self) -> bool:
@@ -205,6 +208,7 @@ def _bench_lossless(
             new_tokens=measured.new_tokens,
             peers=None if peers is None else [] if peers.strip() == "none" else [p.strip() for p in peers.split(",")],
             assistant=lossless.assistant,
+            temperature=lossless.temperature,
             compile=measured.compile,
             result_file=json_file,
             device=source.device,
