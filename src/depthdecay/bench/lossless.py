@@ -56,11 +56,11 @@ def benchmark_lossless(
         {row.method: row.speedup for row in report.lossless_rows}
 
     Drafters are layers by guess, the plan's ladder without its maps, with them, and the plan's learned head: of the one
-    to draft with where one lies beside it, and for the embedded model its own where none is given. `prompts` are a .jsonl or .txt file or
-    a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate, prompt-lookup,
-    early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are slower, so
-    only the first `compared` prompts are theirs. Above a `temperature` of 0 answers are sampled, seeded, and transformers
-    has no part in it, which draws otherwise. A `result_file` gets what is known so far, now and then.
+    to draft with where one lies beside it, and for the embedded model its own where none is given. `prompts` are a
+    .jsonl or .txt file or a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate,
+    prompt-lookup, early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are
+    slower, so only the first `compared` prompts are theirs. Above a `temperature` of 0 answers are sampled, seeded, and
+    transformers, which draws otherwise, has no part in it. A `result_file` gets what is known so far, now and then.
     """
     whole_number("limit", limit, 1)
     if compared is not None:
