@@ -77,7 +77,8 @@ def calibrate(
     with a `task`, such as gsm8k, they are its file. The goal is one of `max_kl` (0.02 where nothing is said),
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
     one to draft with in out/lossless, or in `out` itself where there is no other goal. The rest is effort: unless
-    given, as much as suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
+    given, as much as suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `device`,
+    `dtype` and `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
     """
@@ -94,7 +95,7 @@ def calibrate(
     if minutes is not None:
         if not minutes > 0:
             raise ArgumentError(f"minutes is {minutes}; expected a number above 0", "minutes")
-        effort["minutes"] = minutes
+        effort["whole_minutes"] = minutes
     if not variety:
         effort["variety"] = 0.0
     check_setting(quantize)
