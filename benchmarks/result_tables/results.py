@@ -20,6 +20,7 @@ KINDS: dict[str, set[str]] = {
     "vllm": {"model", "command", "machine", "settings", "vllm_rows"},
 }
 
+_RESULT = {"command", "machine", "versions"}  # what every result file says
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
 
@@ -39,7 +40,9 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
         keys = result.keys() if isinstance(result, dict) else set()
         kind = next((kind for kind, needed in KINDS.items() if needed <= keys), None)
         if kind is None:
-            print(f"{file.name} is no result of depthdecay {', '.join(KINDS)} and is left out", file=sys.stderr)
+            # Scripts and other commands write results too, whose figures documents quote by themselves.
+            if not keys >= _RESULT:
+                print(f"{file.name} is no result file of depthdecay and is left out", file=sys.stderr)
             continue
         found[kind].append({**result, "file": file.name})
     return found

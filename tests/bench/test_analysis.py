@@ -242,7 +242,7 @@ def test_bad_options_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "holds no prompt" in refused("--out", "out", "--prompts", "empty.jsonl")
     assert "there is no plan" in refused("--out", "out", "--prompts", "empty.jsonl", "--plan", "gone.json")
     assert "--limit" in refused("--out", "out", "--prompts", "empty.jsonl", "--limit", "0")
-    assert "--new-tokens" in refused("--out", "out", "--prompts", "empty.jsonl", "--new-tokens", "1")
+    assert "--max-new-tokens" in refused("--out", "out", "--prompts", "empty.jsonl", "--new-tokens", "1")
     assert "cannot write to the folder 'file'" in refused("--out", "file", "--results", "ok.json")
 
 

@@ -187,6 +187,9 @@ def test_other_files_are_left_out_and_named(folder: Path, capsys: pytest.Capture
     assert run(folder) == 0
     assert "other.json" in capsys.readouterr().err
     assert NONE_YET in lines(folder)
+    add(folder, "other.json", {"command": "python script.py", "machine": {}, "versions": {}, "figures": []})
+    assert run(folder) == 0
+    assert capsys.readouterr().err == ""  # a script's own result, which some document quotes
 
 
 @pytest.mark.parametrize(

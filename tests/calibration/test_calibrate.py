@@ -124,3 +124,15 @@ def test_a_loaded_model_is_never_rounded_for_good(tiny: str, tmp_path: Path) -> 
 def test_a_plan_without_a_folder_has_no_figures() -> None:
     with pytest.raises(dd.DepthDecayError, match="no figures"):
         figures_of(dd.Plan.full(8))
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    tiny: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "calibrate", interrupted)
+    result = CliRunner().invoke(app, command(tiny, prompts, tmp_path / "out"))
+    assert result.exit_code == 130
+    assert result.stderr == "depthdecay: interrupted; the same command goes on where it stopped\n"

@@ -162,7 +162,7 @@ def test_without_matplotlib_there_are_tables_and_a_word_about_the_pictures(monke
     content = page(WHOLE)
     assert "<svg" not in content
     text = Outline(content).text
-    assert "pip install &#x27;.[plot]&#x27;" in text
+    assert "pip install '.[plot]'" in text
     assert "1.25× 0.400 0.0712" in text
     assert f"Dropped in this order: {', '.join(map(str, PLAN.ladder.drop_order))}." in text
 

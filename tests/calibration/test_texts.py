@@ -181,3 +181,22 @@ def test_few_prompts_are_still_split() -> None:
     made = split_prompts(few, None, vocabulary=96, calibration=8, held_out=1000, longest=None, seed=0)
     assert len(made.calibration) == 8
     assert len(made.held_out) == 5
+
+
+def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) -> None:
+    model, said = tiny_model(), []
+    hurried = replace(SMALL, whole_minutes=1e-9)
+    run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
+    assert "the time is enough for 8 of 40 prompts" in said
+    assert 0 < run.fit.prompts < 8
+    assert run.select.prompts > 0
+    assert run.held_out.prompts > 0
+    assert len(run.fit.batches) == 1
+    plan = run.make(Goal(lossless=True)).plan
+    assert plan.repairs
+    said.clear()
+    again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
+    assert "going on with the texts of an interrupted run" in said
+    assert again.fit.prompts == run.fit.prompts
+    ample = Calibration(model, None, token_prompts(), tmp_path / "ample", replace(SMALL, whole_minutes=1e9))
+    assert ample.fit.prompts + ample.select.prompts == 32

@@ -98,6 +98,14 @@ def test_piped_text_is_only_the_text(tiny: str) -> None:
     assert "\x1b" not in piped.stdout.replace(answer["text"], "")
 
 
+def test_depths_are_drawn_in_a_pipe_where_asked_for(tiny: str) -> None:
+    piped = run("generate", "-m", tiny, "-n", "12", "--show-depth", "hello")
+    assert piped.stdout == run("generate", "-m", tiny, "-n", "12", "hello").stdout
+    assert "layers  ██ 8" in piped.stderr
+    assert "12 tokens" in piped.stderr
+    assert "\x1b" not in piped.stderr
+
+
 def test_json_is_one_object_without_loss_by_default(tiny: str) -> None:
     result = run("generate", "-m", tiny, "-n", "6", "hello", "--json")
     answer = json.loads(result.stdout)
@@ -190,6 +198,11 @@ def test_other_weights_are_warned_about_on_one_line(tiny: str, tmp_path: Path) -
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_temperature_that_is_too_high_is_told_the_bound(tiny: str) -> None:
+    line = refused("generate", "-m", tiny, "--temperature", "1e9", "hi")
+    assert "expected a number from 0 (greedy) to 1000000" in line
 
 
 @pytest.mark.parametrize("alpha", ["0", "-0.5", "1.01", "nan", "x"])
@@ -292,7 +305,7 @@ def test_cuda_where_there_is_none(tiny: str) -> None:
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    assert "tokenizer" in refused("generate", "hi", "-m", str(tmp_path))
+    assert "put its tokenizer.json beside the weights" in refused("generate", "hi", "-m", str(tmp_path))
 
 
 def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

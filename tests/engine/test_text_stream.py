@@ -65,3 +65,11 @@ def test_a_character_appears_at_once(word: str) -> None:
     pieces, _ = stream(list(word.encode()))
     assert "".join(pieces) == word
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+@given(st.text(), st.sampled_from("é€𝄞"), st.data())
+def test_a_limit_inside_a_character_leaves_no_half_of_it(text: str, last: str, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(last.encode()) - 1))
+    stream = TextStream(Bytes())
+    pieces = [stream.push(i) for i in [*text.encode(), ord("."), *last.encode()[:cut]]]
+    assert "".join([*pieces, stream.finish(cut_short=True)]) == stream.text == f"{text}."

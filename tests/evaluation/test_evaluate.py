@@ -589,7 +589,8 @@ def test_mistakes_are_one_line_and_code_2(tiny_folder: str, gsm8k: str, words: l
     result = run(*(word for pair in given.items() for word in pair))
     assert result.exit_code == 2, result.output
     assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    *progress, _mistake = result.stderr.splitlines()
+    assert all(line.startswith("loading ") for line in progress)
     assert result.stdout == ""
 
 
@@ -615,3 +616,41 @@ def test_figures_are_shown_also_where_their_files_cannot_be_written(
         assert result.stderr.splitlines()[-1].startswith("depthdecay: cannot write")
         assert "No space left on device" in result.stderr
     assert (tmp_path / "result.json").is_file()  # the answers' failure did not take the figures along
+
+
+def test_a_batch_that_takes_long_is_told_of(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    settings = EvaluationSettings(("full",), batch=7, max_new_tokens=5)
+    run_evaluation(tiny, Letters(TaskOptions()), settings, progress=said.append)
+    assert said == ["full: batch 1 of 1", "full: scoring"]
+    monkeypatch.setattr("depthdecay.evaluation.answers.TELL_EVERY_SECONDS", 0.0)
+    said.clear()
+    run_evaluation(tiny, Letters(TaskOptions()), settings, progress=said.append)
+    assert "full: batch 1 of 1, 5 of at most 5 tokens" in said
+
+
+def test_an_interrupted_evaluation_says_how_to_go_on(
+    tiny_folder: str, gsm8k: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_evaluation", interrupted)
+    words = ["--model", tiny_folder, "--device", "cpu", "--task", "gsm8k", "--data", gsm8k]
+    kept = run(*words, "--json", str(tmp_path / "result.json"))
+    assert kept.exit_code == 130
+    assert kept.stderr.endswith("interrupted; the same command goes on behind the batches that are done\n")
+    assert run(*words).stderr.endswith("depthdecay: interrupted\n")  # nothing was kept
+
+
+@pytest.mark.parametrize(("calibrated", "told"), [(None, False), (12, False), (96, True)])
+def test_the_table_says_over_how_many_tokens_layers_are_planned(
+    tiny_folder: str, gsm8k: str, tmp_path: Path, calibrated: int | None, told: bool
+) -> None:
+    notes = {} if calibrated is None else {"over_tokens": calibrated}
+    plan = str(replace(OWN_PLAN, notes=notes).save(tmp_path / "plan.json"))
+    words = ["--model", tiny_folder, "--device", "cpu", "--task", "gsm8k", "--data", gsm8k, "--limit", "2", "-n", "4"]
+    result = run(*words, "--plan", plan, "--over", "12")
+    assert result.exit_code == 0, result.output
+    assert "Layers planned: over 12 tokens (--over)" in result.stdout
+    assert ("The plan itself is for 96 tokens" in result.stdout) == told

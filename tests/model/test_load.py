@@ -103,6 +103,20 @@ def test_unknown_hub_id(name: str) -> None:
     assert models.EMBEDDED_MODEL in message
 
 
+def test_without_a_network_an_unknown_model_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: Any, **__: Any) -> None:
+        raise OSError("Name or service not known")
+
+    def in_vain(*_: Any, **__: Any) -> None:
+        raise AssertionError("the libraries were asked, which try for a minute")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(models, "getproxies", dict)
+    monkeypatch.setattr(models.socket, "create_connection", nobody)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", in_vain)
+    assert "cannot be reached" in refusal("no-such-org/no-such-model")
+
+
 def test_folder_without_config(tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(tmp_path)
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")

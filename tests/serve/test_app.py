@@ -837,7 +837,14 @@ def test_a_port_in_use_ends_with_one_line_before_a_model_is_loaded(
         port = str(taken.getsockname()[1])
         ran = CliRunner().invoke(app, ["serve", "--model", tiny_folder, "--device", "cpu", "--port", port])
     assert ran.exit_code == 2
-    assert "is the port in use?" in ran.output
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in ran.output
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_wrong_host_is_told_apart_from_a_port_in_use(tiny_folder: str, host: str) -> None:
+    ran = CliRunner().invoke(app, ["serve", "--model", tiny_folder, "--device", "cpu", "--host", host, "--port", "0"])
+    assert ran.exit_code == 2
+    assert f"cannot listen on {host}:0: this machine has no such address" in ran.output
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

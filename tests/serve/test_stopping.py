@@ -81,7 +81,7 @@ def test_a_request_that_is_still_being_read_is_told_too(engine: Engine, monkeypa
         assert_problem(asked.result(), 503, code="stopped")
 
 
-def test_ctrl_c_twice_does_not_wait(engine: Engine) -> None:
+def test_ctrl_c_twice_does_not_wait_and_leaves_no_traceback(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with running(engine, BATCH) as server, ThreadPoolExecutor(1) as pool:
         slowed(server)
         streamed = pool.submit(post, server, long_ask())
@@ -90,3 +90,4 @@ def test_ctrl_c_twice_does_not_wait(engine: Engine) -> None:
             server.server.handle_exit(signal.SIGINT, None)
         until(lambda: server.worker.state == "stopped")
         assert "[DONE]" not in streamed.result().text
+    assert "Traceback" not in caplog.text

@@ -85,7 +85,8 @@ def calibrate(
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
     one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
     the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
-    suits the device. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
+    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `device`, `dtype` and
+    `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
     """
@@ -102,7 +103,7 @@ def calibrate(
     if minutes is not None:
         if not minutes > 0:
             raise ArgumentError(f"minutes is {minutes}; expected a number above 0", "minutes")
-        effort["minutes"] = minutes
+        effort["whole_minutes"] = minutes
     if not variety:
         effort["variety"] = 0.0
     if drafter not in DRAFTERS:

@@ -18,6 +18,7 @@ from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.size_and_shape import Shape
+from depthdecay.calibration.time_budget import time_left
 from depthdecay.model.costs import Costs
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.ladder import Ladder
@@ -106,11 +107,12 @@ def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
     """Maps of every depth of the ladder."""
     run.forget_traces()
     trace, at_depth = Trace(fit), {}
-    for layer in run.found.order:
+    left, order = time_left(), run.found.order
+    for done, layer in enumerate(order, start=1):
         trace = trace.without([layer], size)
         depth = run.stack.num_layers - len(trace.dropped)
         at_depth[depth] = trace.repairs
-        run.say(f"fitting maps for drafts at {depth} layers")
+        run.say(f"fitting maps for drafts at {depth} layers{left(done, len(order))}")
     return Repairs(at_depth)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from depthdecay.calibration.continuations import Continuation, Split, continue_p
 from depthdecay.calibration.own_questions import Say, own_prompts
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.settings import CalibrationSettings
+from depthdecay.calibration.time_budget import ANSWERS_SHARE, TimeBudget, counted
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
@@ -39,6 +42,7 @@ class RecordedTexts:
         self.stack = LayerStack.of(model)
         self.model = model
         self.settings = settings
+        self.time = TimeBudget(settings.whole_minutes)
         device = self.stack.model.device
         self.say = say
         prompts = self._own_prompts(tokenizer, folder) if prompts is None else prompts
@@ -54,10 +58,9 @@ class RecordedTexts:
         }
         self.work = WorkFolder(folder, inputs)
         split = self._that_fit(split, len(others), device)
-        texts = self._texts([*split.calibration, *split.held_out, *others])
-        again = self._answers_again(split.calibration[: self._fitted(len(split.calibration))], len(texts), device)
-        own, rest = texts[: len(split.calibration)], texts[len(split.calibration) :]
-        held_out, more = rest[: len(split.held_out)], rest[len(split.held_out) :]
+        own, held_out, more = self._texts(split.calibration, split.held_out, others)
+        texts = len(own) + len(held_out) + len(more)
+        again = self._answers_again(split.calibration[: self._fitted(len(split.calibration))], texts, device)
         self.settings = self._within_texts([*own, *held_out])
         # Of the other kinds some are held out, the rest are fitted on. Choices go by the user's own texts alone: other
         # kinds lose several times as much, and would outvote them.
@@ -65,7 +68,9 @@ class RecordedTexts:
         fit = self._fitted(len(own))
         seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
+        started = time.monotonic()
         self.fit = self._record([*own[:fit], *again, *more], "reading calibration texts")
+        self.fit_seconds = time.monotonic() - started
         self.select = self._record(own[fit:], "reading texts to choose by")
         self.held_out = self._record(held_out, "reading held-out texts")
         self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
@@ -138,15 +143,38 @@ class RecordedTexts:
             "seed": self.settings.seed,
         }
 
-    def _texts(self, prompts: list[list[int]]) -> list[Continuation]:
-        """The full model's answers, from the work folder where they lie there."""
+    def _texts(self, *kinds: list[list[int]]) -> list[list[Continuation]]:
+        """The full model's answers to prompts of each kind, from the work folder where they lie there."""
+        prompts = [prompt for kind in kinds for prompt in kind]
         kept = self.work.read("texts")
         if kept is not None:
             self.say("going on with the texts of an interrupted run")
-            return [Continuation(tuple(p), tuple(t)) for p, t in zip(prompts, kept, strict=True)]
-        texts = self._answered(Engine(self.model, compile=False), prompts, "the full model answers prompts")
-        self.work.write("texts", [text.tokens for text in texts])
-        return texts
+        else:
+            kept = self._answers_in_time(prompts)
+            self.work.write("texts", kept)
+        pairs = iter(zip(prompts, kept, strict=True))
+        return [
+            [Continuation(tuple(p), tuple(t)) for p, t in itertools.islice(pairs, len(kind)) if t is not None]
+            for kind in kinds
+        ]
+
+    def _answers_in_time(self, prompts: list[list[int]]) -> list[Sequence[int] | None]:
+        """The tokens of every answer; where time is short, of some prompts of each kind, and None for the others."""
+        engine, title = Engine(self.model, compile=False), "the full model answers prompts"
+        if not self.time.is_bounded:
+            return [text.tokens for text in self._answered(engine, prompts, title)]
+        rounds = -(-len(prompts) // self.settings.batch)
+        found: list[Sequence[int] | None] = [None] * len(prompts)
+        for start in range(rounds):
+            chosen = range(start, len(prompts), rounds)
+            texts = self._answered(engine, [prompts[index] for index in chosen], f"{title}, part {start + 1}")
+            for index, text in zip(chosen, texts, strict=True):
+                found[index] = text.tokens
+            if self.time.left_of(ANSWERS_SHARE) == 0 and start + 1 < rounds:
+                answered = sum(tokens is not None for tokens in found)
+                self.say(f"the time is enough for {answered} of {len(prompts)} prompts")
+                break
+        return found
 
     def _answered(
         self, engine: Engine, prompts: list[list[int]], title: str, seed: int | None = None
@@ -162,7 +190,7 @@ class RecordedTexts:
         kept = self.work.read("again")
         if kept is None:
             wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
-            rounds = min(max(wanted, 0) // len(prompts), self.settings.again)
+            rounds = 0 if self.time.is_bounded else min(max(wanted, 0) // len(prompts), self.settings.again)
             engine, title = Engine(self.model, compile=False), "the full model answers the same prompts again"
             answers = (self._answered(engine, prompts, title, seed=number + 1) for number in range(rounds))
             kept = [text.tokens for answer in answers for text in answer]
@@ -174,4 +202,4 @@ class RecordedTexts:
         return Recording.of(self.stack, texts, rows=self.settings.rows, progress=self._told(title))
 
     def _told(self, title: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.say(f"{title}: {done} of {total}")
+        return counted(self.say, title)

@@ -22,6 +22,7 @@ from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.size_and_shape import Shape, choose, choose_shape
+from depthdecay.calibration.time_budget import SEARCH_SHARE, time_left
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
@@ -56,7 +57,9 @@ class Calibration:
         self.fit, self.select = texts.fit, texts.select
         self.held_out, self.elsewhere = texts.held_out, texts.elsewhere
         self.influence = block_influence(self.select)
+        self.time = texts.time
         self.found = self._search()
+        self.fit = self._fit_in_time(texts.fit_seconds)
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self.size: FitSettings | None = None  # once chosen
@@ -66,12 +69,13 @@ class Calibration:
         few = max(1, -(-settings.search_prompts // settings.rows))
         batches = self.fit.batches[:: max(1, len(self.fit.batches) // few)][:few]
         recording = Recording(self.stack, batches + self.select.batches, max(self.fit.columns, self.select.columns))
-        started = time.monotonic()
+        left = time_left()
 
         def told(message: str, done: int, total: int) -> None:
-            left = (time.monotonic() - started) / done * (total - done)
-            self.say(f"searching the ladder, {message} (about {left:.0f} s left)")
+            self.say(f"searching the ladder, {message}{left(done, total)}")
 
+        seconds = self.time.left_of(SEARCH_SHARE) if self.time.is_bounded else 60 * settings.minutes
+        self.say("looking for layers to spare …")
         kept = self.work.read("search")
         search = Search(
             recording,
@@ -83,12 +87,22 @@ class Calibration:
             beam=settings.beam,
             width=settings.width,
             first_width=settings.first_width,
-            seconds=60 * settings.minutes,
+            seconds=seconds,
             progress=told,
             save=lambda beam: self.work.write("search", [found.to_dict() for found in beam]),
         )
         promise = unrepaired_share(self.select, settings.maps[0])
         return search.run(promise, [Found.from_dict(values) for values in kept or ()])
+
+    def _fit_in_time(self, seconds: float) -> Recording:
+        """The texts to fit on; fewer, of all lengths, where maps of every depth of the ladder would take too long."""
+        batches, columns = self.fit.batches, self.fit.columns
+        each = len(self.found.order) * _PASSES_A_RUNG * seconds / len(batches)
+        count = self.time.affordable(len(batches), each)
+        if count == len(batches):
+            return self.fit
+        self.say(f"the time is enough to fit maps on {count} of {len(batches)} batches of texts")
+        return Recording(self.stack, batches[:: len(batches) // count][:count], columns)
 
     @property
     def least_layers(self) -> int:
@@ -107,10 +121,12 @@ class Calibration:
         if settings not in self._traces:
             self.forget_traces()
         trace, maps = self._traces.get(settings, (Trace(self.fit), {}))
-        for layer in self.found.order[len(maps) : layers - lowest]:
+        left, wanted = time_left(), self.found.order[len(maps) : layers - lowest]
+        for done, layer in enumerate(wanted, start=1):
             trace = trace.without([layer], settings)
-            maps[layers - len(trace.dropped)] = trace.repairs
-            self.say(f"fitting maps at constant depth {layers - len(trace.dropped)}")
+            depth = layers - len(trace.dropped)
+            maps[depth] = trace.repairs
+            self.say(f"fitting maps at constant depth {depth}{left(done, len(wanted))}")
         self._traces[settings] = trace, maps
         return Repairs(maps)
 
@@ -218,6 +234,9 @@ class Calibration:
 
 
 _LEAST_SPEEDUP = 1.01
+# What a rung of the ladder takes in passes over the texts that are fitted on: maps at constant depth, then those of a
+# plan or of drafts, each with half of the layers to run and its own sums.
+_PASSES_A_RUNG = 3
 
 
 def _sizes_of_maps(plan: Plan, stack: LayerStack, settings: FitSettings) -> Repairs:

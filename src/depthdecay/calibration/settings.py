@@ -27,6 +27,7 @@ class CalibrationSettings:
     first_width: int | None = None  # all layers
     lowest_share: float = 0.5  # the search goes down to this share of the layers
     minutes: float = 8.0  # of search, after which it is hastened
+    whole_minutes: float | None = None  # for all of it, where somebody said so: fewer texts, a shorter search
     seed: int = 0
     # Sizes of maps to choose from, by KL at equal cost.
     maps: tuple[FitSettings, ...] = (

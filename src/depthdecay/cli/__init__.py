@@ -21,7 +21,7 @@ from depthdecay.cli.demo import demo
 from depthdecay.cli.doctor import doctor
 from depthdecay.cli.eval import eval_command
 from depthdecay.cli.export import export
-from depthdecay.cli.flags import in_flags
+from depthdecay.cli.flags import Command, in_flags
 from depthdecay.cli.generate import generate
 from depthdecay.cli.info import info
 from depthdecay.cli.lm_eval import PASS_THROUGH, lm_eval
@@ -48,8 +48,8 @@ class _OneLineErrors(TyperGroup):
                 _fail(in_flags(error, self.commands.get(ctx.invoked_subcommand or "")))
             except DepthDecayError as error:
                 _fail(str(error))
-            except KeyboardInterrupt:
-                _fail("interrupted", code=130)
+            except KeyboardInterrupt as error:
+                _fail("; ".join(("interrupted", *map(str, error.args))), code=130)
             except OSError as error:
                 if error.errno == errno.EPIPE:
                     raise  # the reader went away, as `| head` does: typer ends quietly
@@ -97,22 +97,22 @@ def depthdecay(
     """Depth-decay decoding: the further a text has come, the fewer layers each new token runs through."""
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(loadtest)
-app.command()(info)
-app.command()(check)
-app.command()(doctor)
-app.command()(bench)
-app.command()(calibrate)
-app.command()(export)
-app.command()(analyze)
-app.command("eval")(eval_command)
-app.command()(demo)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(loadtest)
+app.command(cls=Command)(info)
+app.command(cls=Command)(check)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(calibrate)
+app.command(cls=Command)(export)
+app.command(cls=Command)(analyze)
+app.command("eval", cls=Command)(eval_command)
+app.command(cls=Command)(demo)
 app.command("lm-eval", context_settings=PASS_THROUGH)(lm_eval)
 app.add_typer(vllm)
-app.command("bench-vllm")(bench_vllm)
+app.command("bench-vllm", cls=Command)(bench_vllm)
 
 
 def main() -> None:

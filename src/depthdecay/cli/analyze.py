@@ -30,18 +30,18 @@ def analyze(
         str | None, typer.Option(help="A .jsonl or .txt file to measure on; without it, only --results is drawn.")
     ] = None,
     results: Annotated[
-        list[str] | None, typer.Option(help="Result files of depthdecay eval --json: speed against quality.")
+        list[str] | None, typer.Option(help="Result files of depthdecay eval --json-file: speed against quality.")
     ] = None,
     *,
     model: opt.ModelOptions,
     plan: opt.PlanPath = None,
     allow_other_weights: opt.AllowOtherWeights = False,
     limit: Annotated[int, _measurement(help="Prompts to measure on.")] = 32,
-    new_tokens: Annotated[int, _measurement(help="Tokens per answer.")] = 200,
+    new_tokens: Annotated[int, _measurement(*opt.MAX_NEW_TOKENS, help="Tokens per answer.")] = 200,
 ) -> None:
     """Draw what a model's text and layers are like by position, what a plan costs, and speed against quality."""
     opt.at_least(1, limit=limit)
-    opt.at_least(2, new_tokens=new_tokens)
+    opt.at_least(2, max_new_tokens=new_tokens)
     files = [*(results or []), *(more_results or [])]
     if prompts is None and not files:
         raise DepthDecayError("there is nothing to analyze; give --prompts to measure on, or --results to draw")

@@ -44,7 +44,7 @@ class SourceOptions:
 class MeasurementOptions:
     """How much is measured, and of what."""
 
-    new_tokens: Annotated[int, _measurement(help="Tokens to decode.")] = 256
+    new_tokens: Annotated[int, _measurement(*opt.MAX_NEW_TOKENS, help="Tokens to decode.")] = 256
     prompt_tokens: Annotated[int, _measurement(help="Length of the prompt.")] = 32
     batch: Annotated[int, _measurement(help="Sequences in lock-step.")] = 1
     rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3
@@ -94,7 +94,7 @@ def bench(
     over: opt.Over = None,
     measured: MeasurementOptions,
     lossless: LosslessOptions,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
+    json_file: opt.JsonFile = None,
 ) -> None:
     """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
     kind = _kind(source, measured, lossless)

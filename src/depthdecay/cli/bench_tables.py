@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 def print_precisions(report: CpuReport) -> None:
     settings = report.settings
-    table = figures_table("", "ms/token", "rounds", "tokens/s", "× generate", "× llama.cpp", "of memory", "realised")
+    # Ranges stand below their medians: beside them, 80 columns would cut them.
+    headings = ("ms/token\n(rounds)", "tokens/s\n", "× generate\n", "× llama.cpp\n", "of\nmemory", "realised\n")
+    table = figures_table("", *headings, no_wrap=True)
     for row in report.rows:
         if row.error is not None:
             table.add_row(row.title, f"[red]failed: {row.error}[/]")
             continue
         table.add_row(
             row.title,
-            _number(row.ms_per_token, 2),
-            f"{_number(row.ms_min, 1)}–{_number(row.ms_max, 1)}",
+            f"{_number(row.ms_per_token, 2)}\n[dim]{_number(row.ms_min, 1)}–{_number(row.ms_max, 1)}[/]",
             _number(row.tokens_per_second, 1),
             _spread(row.times_generate),
             _spread(row.times_llama),
@@ -51,7 +52,7 @@ def print_precisions(report: CpuReport) -> None:
 
 
 def _spread(values: list[float] | None) -> str:
-    return "–" if values is None else f"{values[0]:.2f} ({values[1]:.2f}–{values[2]:.2f})"
+    return "–" if values is None else f"{values[0]:.2f}\n[dim]{values[1]:.2f}–{values[2]:.2f}[/]"
 
 
 def print_decoding(report: DecodingReport) -> None:
@@ -71,6 +72,11 @@ def print_decoding(report: DecodingReport) -> None:
             console.print(f"[red]{row.title} failed:[/] {row.error}", highlight=False)
     for name, ratio in report.ratios.items():
         console.print(f"{name}: {ratio:.2f}x")
+    if report.settings["rounds"] > 1:
+        console.print(
+            "[dim]Ratios and speed-ups are medians of those of each round, whose runs were neighbours in time; so they "
+            "need not be the quotients of the medians above.[/]"
+        )
     if settings["device"] == "cpu":
         console.print("[dim]CPU times are only worth comparing within one run: the rounds are interleaved for that.[/]")
 

@@ -21,15 +21,15 @@ from depthdecay.result_files import require_writable, write_result
 def bench_vllm(
     model: opt.Model = opt.DEFAULT_MODEL,
     workloads: Annotated[str, typer.Option(help="Some of batch-1,batch-16,mix.")] = "batch-1,batch-16,mix",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 128,
+    new_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS, help="Tokens to decode.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt.")] = 32,
     alpha: Annotated[str, typer.Option(help="A decay by hand, beside speed-ups 1.25 and 1.5.")] = "0.99",
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions; medians are shown.")] = 3,
     dtype: Annotated[str, typer.Option(help="As vLLM names it: float32, bfloat16, …")] = "float32",
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write a result file.")] = None,
+    json_file: opt.JsonFile = None,
 ) -> None:
     """Measure vLLM with the plug-in: stock, full depth, layer speed-ups 1.25 and 1.5, and an alpha by hand."""
-    opt.at_least(8, new_tokens=new_tokens)
+    opt.at_least(8, max_new_tokens=new_tokens)
     opt.at_least(1, prompt_tokens=prompt_tokens, rounds=rounds)
     exact_alpha(alpha)
     check_version()

@@ -9,7 +9,7 @@ import typer
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.process import settle
-from depthdecay.cli.show import out_console, working
+from depthdecay.cli.show import going_on, out_console, working
 
 if TYPE_CHECKING:
     from depthdecay.plan.plan import Plan
@@ -48,17 +48,19 @@ def calibrate(
     variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, so that other text is not ruined.")] = True,
     fit_prompts: Count = None,
     held_out_prompts: Count = None,
-    new_tokens: Annotated[int | None, _effort(help="Tokens per answer: the plan's horizon.")] = None,
+    new_tokens: Annotated[
+        int | None, _effort(*opt.MAX_NEW_TOKENS, help="Tokens per answer: the plan's horizon.")
+    ] = None,
     beam: Annotated[int | None, _effort(help="Ladders searched side by side.")] = None,
     width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
-    minutes: Annotated[float | None, _effort(help="Time for the search before it is hastened.")] = None,
+    minutes: Annotated[float | None, _effort(help="For the whole, about; else as suits the device.")] = None,
     seed: Annotated[int, _effort(help="Deals out the prompts, and writes them where none are given.")] = 0,
 ) -> None:
     """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
 
     An interrupted run goes on where it stopped when the same command is given again.
     """
-    with working("calibrating …", lasting=True) as say:
+    with going_on("goes on where it stopped"), working("calibrating …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.calibration.calibrate import calibrate as make_plan
         from depthdecay.calibration.calibrate import figures_of

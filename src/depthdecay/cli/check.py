@@ -28,11 +28,11 @@ def check(
     *,
     plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
+    new_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS, help="Tokens per answer.")] = 24,
     as_json: opt.Json = False,
 ) -> None:
     """Check full depth and decay against transformers' own generate, and that the model is left as it was."""
-    opt.at_least(1, new_tokens=new_tokens)
+    opt.at_least(1, max_new_tokens=new_tokens)
     stored = plan.load()
     options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
     loaded = options.load(quiet=as_json)

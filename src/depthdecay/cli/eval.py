@@ -11,7 +11,7 @@ from rich.console import Console
 
 from depthdecay.cli import options as opt
 from depthdecay.cli.process import settle
-from depthdecay.cli.show import figures_table, shown_even_unwritten, working
+from depthdecay.cli.show import figures_table, going_on, shown_even_unwritten, working
 from depthdecay.errors import DepthDecayError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def eval_command(
     subtasks: Annotated[str | None, _task(help="Some of bbh's, with commas.")] = None,
     prompts_dir: Annotated[str | None, _task(help="bbh's worked examples; else bbh-cot-prompts beside --data.")] = None,
     chat: Annotated[bool | None, _task("--chat/--no-chat", help="Ask in a chat turn, as chat models are.")] = None,
-    max_new_tokens: Annotated[int | None, _task("--max-new-tokens", "-n", help="The task's own.")] = None,
+    max_new_tokens: Annotated[int | None, _task(*opt.MAX_NEW_TOKENS, help="The task's own.")] = None,
     *,
     model: opt.ModelOptions,
     plan: opt.PlanPath = None,
@@ -50,7 +50,7 @@ def eval_command(
     over: Annotated[int, _compared(help="Tokens over which a budget is averaged.")] = opt.DEFAULT_OVER,
     batch: Annotated[int, _compared(help="Answers at once.")] = 64,
     json_file: Annotated[
-        str | None, _output("--json", metavar="FILE", help="Write a result file; run again to go on.")
+        str | None, _output(opt.JSON_FILE, metavar="FILE", help="Write a result file; run again to go on.")
     ] = None,
     answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, a line each.")] = None,
 ) -> None:
@@ -63,7 +63,8 @@ def eval_command(
 
     # Opened here, since a wrong name or file should not have to wait for torch.
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    with shown_even_unwritten(_print_report), working("preparing …", lasting=True) as say:
+    kept = None if json_file is None else "goes on behind the batches that are done"
+    with going_on(kept), shown_even_unwritten(_print_report), working("preparing …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.evaluation.evaluate import evaluate
 
@@ -108,9 +109,19 @@ def _print_report(report: EvaluationReport) -> None:
     for found in report.comparisons:
         budget = "" if found["speedup"] is None else f" at {found['speedup']:g}x"
         console.print(f"depthdecay − {found['peer']}{budget}: {_difference(found)}", highlight=False)
+    about = _about_layers(settings["over_tokens"], settings["calibrated_over_tokens"])
+    console.print(f"[dim]{about}[/]", highlight=False)
     console.print("[dim]Δ is in points, with its paired 95% interval; p is McNemar's exact test.[/]", highlight=False)
     if settings["device"] == "cpu":
         console.print("[dim]Methods ran one after the other: on a busy CPU only bench compares their times.[/]")
+
+
+def _about_layers(over_tokens: int, calibrated: int | None) -> str:
+    """What a plan promises depends on the length of the answers, which are as long as they are."""
+    words = f"Layers planned: over {over_tokens} tokens (--over); executed: in the answers as long as they were."
+    if calibrated in (None, over_tokens):
+        return words
+    return f"{words} The plan itself is for {calibrated} tokens, over which its own speed-up holds."
 
 
 def _table(report: EvaluationReport) -> Table:

@@ -1,14 +1,41 @@
-"""Errors of the library name Python's parameters; whoever typed a command knows them by their flags."""
+"""Names of flags: those of earlier releases, and in errors of the library, which knows Python's parameters."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from typer.core import TyperCommand
 
 from depthdecay.errors import ArgumentError
 
 # Parameters of the library that options call otherwise.
 _OTHER_NAMES = {"over_tokens": "over", "result_file": "json_file", "answers_file": "answers"}
+
+# What options were called before, where they were not called the same in every command.
+_OLD_NAMES = {
+    **dict.fromkeys(("--new-tokens", "--max-tokens"), "--max-new-tokens"),
+    **dict.fromkeys(("--json", "--output", "-o"), "--json-file"),
+}
+
+
+class Command(TyperCommand):
+    """A command that also knows its options by the names that they had."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        return super().parse_args(ctx, by_new_names(args, known))
+
+
+def by_new_names(words: Sequence[str], options: Collection[str]) -> list[str]:
+    """What was typed, with the new name of each option that the command does not have, but by another name."""
+    renamed = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        new = _OLD_NAMES.get(name)
+        renamed.append(f"{new}{equals}{value}" if new in options and name not in options else word)
+    return renamed
 
 
 def in_flags(error: ArgumentError, command: Any) -> str:

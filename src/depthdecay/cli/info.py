@@ -35,7 +35,7 @@ def info(
         typer.Option(metavar="N", help="On a CPU: measure on N prompts what --quantize int8 and int4 would cost."),
     ] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json-file", metavar="FILE", help="With --fidelity: write a result file.")
+        str | None, typer.Option(opt.JSON_FILE, metavar="FILE", help="With --fidelity: write a result file.")
     ] = None,
     as_json: opt.Json = False,
 ) -> None:

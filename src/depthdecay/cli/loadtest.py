@@ -11,6 +11,7 @@ from rich.table import Table
 
 from depthdecay.argument_checks import exact_decimal
 from depthdecay.bench.loadtest import Load, LoadReport, run_load
+from depthdecay.cli import options as opt
 from depthdecay.cli.serve import KEY_VARIABLE
 from depthdecay.cli.show import working
 from depthdecay.errors import DepthDecayError
@@ -25,7 +26,7 @@ def loadtest(
         "closed"
     ),
     rate: Annotated[float, typer.Option(help="Requests a second, for poisson.")] = 2.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
+    max_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS)] = 128,
     mode: Annotated[
         list[str] | None,
         typer.Option(metavar="full|decay|lossless", help="Dealt out at random where repeated; else the server's."),
@@ -38,7 +39,7 @@ def loadtest(
     seed: Annotated[int, typer.Option()] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 600.0,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Load a server on another machine.")] = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
+    json_file: opt.JsonFile = None,
 ) -> None:
     """Ask a running server many things at once. The key, if any, is read from $DEPTHDECAY_API_KEY."""
     from depthdecay.result_files import require_writable, write_result
@@ -58,13 +59,13 @@ def loadtest(
         timeout_seconds=timeout,
         allow_remote=allow_remote,
     )
-    require_writable(output)
+    require_writable(json_file)
     with working(f"{requests} requests …") as say:
         report = run_load(load, lambda done: say(f"{done} of {requests} requests …"))
     show(report)
     asked = {"requests": requests, "concurrency": concurrency, "arrival": arrival, "max_tokens": max_tokens}
     asked |= {"rate": rate if arrival == "poisson" else None, "depth": list(load.depth), "hang_up": hang_up}
-    write_result(output, {"kind": "loadtest", "load": asked, **report.figures()})
+    write_result(json_file, {"kind": "loadtest", "load": asked, **report.figures()})
     if report.errors or any(value > 0 for value in report.left_behind.values()):
         raise typer.Exit(1)
 

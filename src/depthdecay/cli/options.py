@@ -58,11 +58,14 @@ Mode = Annotated[
         help="full ignores the plan; lossless only drafts by it, and says what full depth would.",
     ),
 ]
-MaxNewTokens = Annotated[int | None, _text("--max-new-tokens", "-n")]
+MAX_NEW_TOKENS = ("--max-new-tokens", "-n")
+MaxNewTokens = Annotated[int | None, _text(*MAX_NEW_TOKENS)]
 System = Annotated[str | None, _text(help="A system prompt, for chat models.")]
 
-ShowDepth = Annotated[bool, _output("--show-depth", help="Colour tokens by depth, in a terminal.")]
+ShowDepth = Annotated[bool, _output("--show-depth", help="Draw the tokens' depths; in a terminal also in colours.")]
 Json = Annotated[bool, _output("--json", help="Print one JSON object.")]
+JSON_FILE = "--json-file"
+JsonFile = Annotated[str | None, _output(JSON_FILE, metavar="FILE", help="Write a result file.")]
 Quiet = Annotated[bool, _output("--quiet", "-q", help="Only the text.")]
 
 

@@ -134,9 +134,9 @@ def summary(result: Result) -> str:
 
 
 def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
-    """After an answer, to the person at the terminal: what it took and, if asked for, how deep it went."""
+    """After an answer, on stderr: what it took and how deep it went, if asked for; to a terminal the former anyway."""
     console = err_console()
-    if not console.is_terminal or not result.depths:
+    if not result.depths or not (console.is_terminal or show_depth):
         return
     if show_depth:
         console.print()
@@ -153,6 +153,17 @@ def shown_even_unwritten(show: Callable[[Any], None]) -> Iterator[None]:
     except UnwrittenResultError as error:
         show(error.report)
         raise
+
+
+@contextmanager
+def going_on(how: str | None) -> Iterator[None]:
+    """Whoever interrupts what can be gone on with is told so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if how is None:
+            raise
+        raise KeyboardInterrupt(f"the same command {how}") from None
 
 
 @contextmanager

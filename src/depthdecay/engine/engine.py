@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from depthdecay.speculative.chain_lane import Chain
 
 logger = logging.getLogger("depthdecay")
+NO_TOKENIZER = (
+    "the model came without a tokenizer, which text needs; put its tokenizer.json beside the weights, or in Python "
+    "give Engine(model, tokenizer, plan) one"
+)
 PREFILL_TOKENS = 2048  # of several texts that are read together
 
 
@@ -162,6 +166,7 @@ class Engine:
         *,
         mode: str | None = None,
         streamer: BaseStreamer | None = None,
+        progress: Callable[[int], None] | None = None,
         **settings: Any,
     ) -> list[Result]:
         """Answer all prompts in one batch; a Result each, in order.
@@ -169,13 +174,16 @@ class Engine:
         A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
         of token ids. Settings, where not given, come from `generation_config`, and what that leaves open from the
         model's own: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop,
-        chat, logits_processor, stopping_criteria. A transformers `streamer` is told the tokens of one prompt.
+        chat, logits_processor, stopping_criteria. A transformers `streamer` is told the tokens of one prompt, and
+        `progress` after each step how many tokens the longest answer has.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
         with told_to(streamer, request.prompts, results) as tell:
             for _ in self._decoded(request, results):
                 tell()
+                if progress is not None:
+                    progress(max(len(result.token_ids) for result in results))
         return results
 
     def stream(
@@ -183,7 +191,7 @@ class Engine:
     ) -> Stream:
         """Answer one prompt piece by piece: no piece holds half a character or a part of a stop string."""
         if self.tokenizer is None:
-            raise DepthDecayError("streaming text needs a tokenizer; Engine(model, tokenizer, plan) takes one")
+            raise DepthDecayError(NO_TOKENIZER)
         request = prepare_request(self, [prompt], max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
         pieces = (pieces[0] for pieces in self._decoded(request, results) if pieces[0])

@@ -180,7 +180,7 @@ def _token_biases(name: str, value: Any, vocabulary: int) -> dict[int, float]:
 
 
 _SAMPLING: dict[str, _Check] = {
-    "temperature": _real(0, 1e6, "0 (greedy) or more"),
+    "temperature": _real(0, 1e6, "a number from 0 (greedy) to 1000000"),
     "top_k": _whole(0),
     "top_p": _real(1e-9, 1, "a number above 0 and at most 1"),
     "min_p": _real(0, 1, "a number between 0 and 1"),
@@ -190,7 +190,7 @@ _SAMPLING: dict[str, _Check] = {
 _PASSED_ON: dict[str, _Check] = {
     "do_sample": _yes_or_no,
     **_SAMPLING,
-    "repetition_penalty": _real(1e-9, 1e6, "a number above 0 (1 is none)"),
+    "repetition_penalty": _real(1e-9, 1e6, "a number above 0 (1 is none) and at most 1000000"),
     "no_repeat_ngram_size": _whole(0),
     "bad_words_ids": _sequences,
     "min_new_tokens": _whole(0),

@@ -129,6 +129,6 @@ class AnswerInProgress:
     def finish_text(self) -> str:
         if self.text is None:
             return ""
-        rest = self.text.finish()
+        rest = self.text.finish(cut_short=self.result.finish_reason == "length")
         self.result.text = self.text.text
         return rest

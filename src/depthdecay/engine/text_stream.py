@@ -11,6 +11,11 @@ _INCOMPLETE = "\ufffd"
 _MOST_INCOMPLETE = 3
 
 
+def whole_characters(text: str) -> str:
+    """Decoded text without the character at its end that is not all there."""
+    return text[: max(len(text.rstrip(_INCOMPLETE)), len(text) - _MOST_INCOMPLETE)]
+
+
 class TextStream:
     """Decodes one sequence as its tokens arrive. The pieces joined are the whole text."""
 
@@ -32,16 +37,16 @@ class TextStream:
             return ""
         self._ids.append(token_id)
         decoded = self._decode(self._ids[self._window :])
-        certain = max(len(decoded.rstrip(_INCOMPLETE)), len(decoded) - _MOST_INCOMPLETE)
+        certain = len(whole_characters(decoded))
         self._take(decoded, certain)
         if certain == len(decoded):
             self._window, self._boundary = self._boundary, len(self._ids)
             self._seen = len(self._decode(self._ids[self._window :]))
         return self._release(hold_back=self._possible_stop_prefix())
 
-    def finish(self) -> str:
-        """The rest, once no more tokens come."""
-        if not self.stopped:
+    def finish(self, cut_short: bool = False) -> str:
+        """The rest, once no more tokens come; where a limit cut them short, without a character that it cut in two."""
+        if not self.stopped and not cut_short:
             decoded = self._decode(self._ids[self._window :])
             self._take(decoded, len(decoded))
         return self._release(hold_back=0)

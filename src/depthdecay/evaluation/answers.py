@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,10 +19,13 @@ from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import guess_is_meant
 from depthdecay.engine.request import PLAIN_GREEDY
 from depthdecay.engine.result import Result
+from depthdecay.engine.text_stream import whole_characters
 from depthdecay.errors import ArgumentError
 from depthdecay.evaluation.work_file import WorkFile, digest
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
+
+TELL_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ class Answerer:
                 is_cold = engine is None
                 if engine is None:
                     engine = self._engine(plan, allow_other_weights)
-                batch = self._answer(engine, indices, is_cold, mode)
+                told = _now_and_then(progress, f"batch {number + 1} of {len(rows)}", self.questions.max_new_tokens)
+                batch = self._answer(engine, indices, is_cold, mode, told)
                 self.work.add(key, number, asdict(batch))
             done.append(batch)
             found |= dict(zip(indices, batch.answers, strict=True))
@@ -144,7 +149,9 @@ class Answerer:
                 origin=self.origin,
             )
 
-    def _answer(self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None) -> PromptBatch:
+    def _answer(
+        self, engine: Engine, indices: Sequence[int], is_cold: bool, mode: str | None, progress: Callable[[int], None]
+    ) -> PromptBatch:
         questions = self.questions
         prompts = [questions.prompts[i] for i in indices]
         # A short last batch is filled up: another batch size would need graphs of its own.
@@ -156,6 +163,7 @@ class Answerer:
                 mode=mode or engine.step_mode,
                 eos_token_id=self.end_tokens,
                 stop=[],
+                progress=progress,
                 **PLAIN_GREEDY,
             )
         except torch.OutOfMemoryError:
@@ -174,6 +182,8 @@ class Answerer:
         """The text up to a stop string, and the tokens up to the one that completed it."""
         ids, stop = result.token_ids, self.questions.stop
         text, count = self._text(ids), len(ids)
+        if result.finish_reason == "length":
+            text = whole_characters(text)
         if first_stop(text, stop) is not None:
 
             def is_complete(tokens: int) -> bool:
@@ -186,6 +196,19 @@ class Answerer:
     def _text(self, ids: Sequence[int]) -> str:
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(decoded)
+
+
+def _now_and_then(say: Callable[[str], None], batch: str, most: int) -> Callable[[int], None]:
+    """Tells of a batch that takes long: a line for each step would drown a log."""
+    told = time.monotonic()
+
+    def tell(tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= TELL_EVERY_SECONDS:
+            told = time.monotonic()
+            say(f"{batch}, {tokens} of at most {most} tokens")
+
+    return tell
 
 
 def _account(result: Result, text: str, tokens: int) -> TaskAnswer:

@@ -185,7 +185,7 @@ def run_evaluation(
         plan,
         lambda: block_influence(loaded.tokenizer, stack, plan),
     )
-    report = EvaluationReport(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat))
+    report = EvaluationReport(loaded.shown_name, task.name, _described(loaded, task, settings, questions, chat, plan))
     answerer = Answerer(
         loaded.model,
         loaded.tokenizer,
@@ -292,7 +292,7 @@ def _run_key(loaded: LoadedModel, questions: Questions, quantize: str | None) ->
 
 
 def _described(
-    loaded: LoadedModel, task: Task, settings: EvaluationSettings, questions: Questions, chat: bool
+    loaded: LoadedModel, task: Task, settings: EvaluationSettings, questions: Questions, chat: bool, plan: Plan | None
 ) -> dict[str, Any]:
     data = task.options.data
     return {
@@ -305,6 +305,7 @@ def _described(
         "decoding": "greedy",
         "batch": questions.batch,
         "over_tokens": settings.over_tokens,
+        "calibrated_over_tokens": None if plan is None else plan.notes.get("over_tokens"),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.model.device.type,
         "quantize": settings.quantize,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.files import expanded, package_file
@@ -24,6 +27,7 @@ _WORKS = f"give a Hugging Face id, a folder with safetensors weights, a .gguf fi
 _NO_PICKLES = "pickled weights can run code, so they are never loaded"
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_HUB_SECONDS = 10.0  # for a connection to the Hub
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -167,6 +171,8 @@ def _load_folder_or_hub(
     on_hub = not Path(where).is_dir()
     if on_hub:
         say(f"looking for {name} on the Hugging Face Hub …")
+        if not _hub_can_be_asked(name):
+            raise _explained(OSError("the Hub cannot be reached"), name, on_hub)
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception as error:  # from OSError to what a model's own code raises
@@ -175,6 +181,20 @@ def _load_folder_or_hub(
     say(f"loading {name} …")
     network = _from_pretrained(where, name, device, dtype or "auto", trust_remote_code)
     return network, _tokenizer(where, name, trust_remote_code)
+
+
+def _hub_can_be_asked(name: str) -> bool:
+    """Whether somebody answers there, or the model was fetched before; the libraries try in vain for a minute."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _from_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gc
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, one_line
 from depthdecay.garbage import freeze_for_good
 from depthdecay.serve.connections import BoundedProtocol, ConnectionLimits
 from depthdecay.serve.logs import log_to_stderr
@@ -55,11 +56,13 @@ class Server(uvicorn.Server):
         self.worker = worker
         self.limits = limits
         self.grace_seconds = grace_seconds
+        self.is_hurried = False  # by Ctrl-C while the last requests finish
         self._looking_after: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.worker.drain()
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        # Not uvicorn's force_exit, with which it leaves the application's end out: that is a traceback then.
+        self.is_hurried = self.is_hurried or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,7 +94,7 @@ class Server(uvicorn.Server):
         """Listening all the while, so that /health can say what goes on; those that come now are refused at once."""
         taken = set(self.server_state.tasks)
         end = time.monotonic() + self.grace_seconds
-        while not self.force_exit and time.monotonic() < end and not all(task.done() for task in taken):
+        while not self.is_hurried and time.monotonic() < end and not all(task.done() for task in taken):
             await asyncio.sleep(0.05)
         left = sum(not task.done() for task in taken)
         if left:
@@ -114,7 +117,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for opened in sockets:
             opened.close()
-        raise _cannot_listen(host, port) from error
+        raise _cannot_listen(host, port, error) from error
     return sockets
 
 
@@ -134,7 +137,7 @@ def run_server(
         logger.info("listening", extra={"fields": {"host": host, "port": port}})
         server.run(list(sockets))
     except OSError as error:
-        raise _cannot_listen(host, port) from error
+        raise _cannot_listen(host, port, error) from error
     finally:
         worker.stop()
         for bound in sockets:
@@ -151,5 +154,13 @@ def most_connections(wanted: int) -> int:
     return wanted if most == resource.RLIM_INFINITY else max(1, min(wanted, most - _OWN_FILES))
 
 
-def _cannot_listen(host: str, port: int) -> DepthDecayError:
-    return DepthDecayError(f"the server cannot listen on {host}:{port}; is the port in use?")
+def _cannot_listen(host: str, port: int, error: OSError) -> DepthDecayError:
+    if error.errno == errno.EADDRINUSE:
+        why = "the port is in use; take another with --port"
+    elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        why = "this machine has no such address; 127.0.0.1 is for itself alone, 0.0.0.0 for everybody who can reach it"
+    elif error.errno == errno.EACCES:
+        why = "ports below 1024 are for administrators; take another with --port"
+    else:
+        why = one_line(error.strerror or error)
+    return DepthDecayError(f"the server cannot listen on {host}:{port}: {why}")

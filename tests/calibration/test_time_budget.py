@@ -1,0 +1,43 @@
+"""Time for a calibration: what is left of it, and what fits into it."""
+
+from __future__ import annotations
+
+import pytest
+
+from depthdecay.calibration import time_budget
+from depthdecay.calibration.time_budget import TimeBudget, counted
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time_budget.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_rest_of_the_time_decides_how_much_is_done(clock: list[float]) -> None:
+    budget = TimeBudget(1)
+    assert budget.left_of(0.5) == 30
+    assert budget.affordable(10, 7.5) == 8
+    assert budget.affordable(4, 7.5) == 4
+    clock[0] += 45
+    assert budget.left_of(0.5) == 0
+    assert budget.affordable(10, 7.5) == 2
+    clock[0] += 1000
+    assert budget.affordable(10, 7.5) == 1  # something has to come of it
+
+
+def test_without_a_bound_all_is_done(clock: list[float]) -> None:
+    budget = TimeBudget(None)
+    clock[0] += 1e9
+    assert not budget.is_bounded
+    assert budget.affordable(10, 7.5) == 10
+
+
+def test_progress_says_how_long_it_will_take(clock: list[float]) -> None:
+    said: list[str] = []
+    tell = counted(said.append, "reading")
+    clock[0] += 6
+    tell(2, 8)
+    tell(8, 8)
+    assert said == ["reading …", "reading: 2 of 8 (about 18 s left)", "reading: 8 of 8"]
