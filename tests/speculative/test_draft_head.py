@@ -161,6 +161,14 @@ class TestFile:
             DraftHead.load(file)
 
 
+def test_a_head_beside_a_model_in_16_bits_turns_by_all_digits_of_its_frequencies() -> None:
+    head = random_head(tiny_model("llama"))
+    frequencies = head.frequencies.clone()
+    placed = PlacedHead(head, LayerStack.of(tiny_model("llama").to(torch.bfloat16)))
+    assert placed.head.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(placed.head.frequencies, frequencies)
+
+
 def test_states_that_heads_are_fed() -> None:
     assert outer_states(30) == (1, 14, 29)
     assert outer_states(2) == (0, 1)

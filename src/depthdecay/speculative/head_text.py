@@ -25,8 +25,9 @@ class PlacedHead:
         matrix = stack.model.get_output_embeddings()
         self.stack = stack
         self.embedding = stack.model.get_input_embeddings()
+        frequencies = head.frequencies  # positions times these need all their digits, so the precision is not for them
         self.head = head.to(device=matrix.weight.device, dtype=matrix.weight.dtype)
-        self.head.frequencies = head.frequencies.float()  # positions times these need all their digits
+        self.head.frequencies = frequencies.to(matrix.weight.device)
         self.weight = matrix.weight.detach()[self.head.vocabulary]
         self.bias = None if matrix.bias is None else matrix.bias.detach()[self.head.vocabulary]
         self.full_vocabulary = matrix.weight.shape[0]
