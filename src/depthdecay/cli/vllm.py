@@ -80,6 +80,11 @@ def _lossless_words(
         raise DepthDecayError("--mode lossless drafts with a plan's learned drafter; give --plan, and no --speedup")
     if _given(given, "--speculative-config", "--speculative_config"):
         raise DepthDecayError("--speculative-config is set by --mode lossless; leave one of them out")
+    if _given(given, "--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"):
+        raise DepthDecayError(
+            "a drafter shares the model's embeddings, which vLLM does not hand over in a pipeline of several stages; "
+            "leave --pipeline-parallel-size out"
+        )
     opt.at_least(1, window=window)
     check_version()
     from depthdecay.integrations.eagle3.export import DRAFTS, cached_export

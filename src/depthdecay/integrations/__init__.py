@@ -1,1 +1,1 @@
-"""Depth decay inside other projects: transformers, lm-evaluation-harness, vLLM."""
+"""Depth decay inside other projects: transformers, lm-evaluation-harness, vLLM; drafters for other engines."""

@@ -194,8 +194,8 @@ def _page(model: str, folder: str) -> str:
     drafts = json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": DRAFTS})
     return f"""# A drafter for {model}
 
-An EAGLE-3 head, made by `{_PRODUCER}`. It drafts; {model} verifies. So answers are {model}'s own. Paths are
-those of this folder, and the model must be the one that it was made for.
+An EAGLE-3 head, made by `{_PRODUCER}`. It drafts and {model} verifies, so answers are {model}'s own.
+It fits the weights that it was made for and no others. `{folder}` stands for where this folder lies.
 
 vLLM:
 
