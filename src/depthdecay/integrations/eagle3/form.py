@@ -18,8 +18,14 @@ from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import DraftHead
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# Of other kinds the frequencies depend on the length of the text, or each engine makes them in its own way.
-_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+# Kinds of rotary embeddings whose frequencies do not change with the length of a text, and the fields that all engines
+# read alike. A scale of angles is not among them: engines before vLLM 0.32 pass over `attention_factor`.
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}
 _PLAIN_THETA = 10000.0
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -124,17 +130,20 @@ def _rope(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
     A head has the model's frequencies where those turn a whole head, and plain ones where not.
     """
     own = getattr(stack.config, "rope_parameters", None) or {}
-    kind = own.get("rope_type", "default")
-    thetas = [float(theta) for theta in (own.get("rope_theta"), _PLAIN_THETA) if theta]
-    asked: list[dict[str, Any]] = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
-    if kind in _FIXED_ROPES and kind != "default":
-        asked.insert(0, {**own, "rope_theta": thetas[0]})
-    for parameters in asked:
-        if _turns_alike(parameters, head, stack.config.max_position_embeddings):
+    kind, theta = own.get("rope_type", "default"), own.get("rope_theta") or _PLAIN_THETA
+    positions = stack.config.max_position_embeddings
+    told = {"original_max_position_embeddings": positions, **own}
+    fields = {name: told[name] for name in _ROPE_FIELDS.get(kind, ()) if told.get(name) is not None}
+    # A kind that is not known may still begin with plain frequencies, which the head has then kept.
+    own_kind = kind if kind in _ROPE_FIELDS else "default"
+    for name, base, more in ((own_kind, theta, fields), ("default", _PLAIN_THETA, {})):
+        parameters = {"rope_type": name, "rope_theta": float(base), **more}
+        if _turns_alike(parameters, head, positions):
             return parameters
+    known = list(_ROPE_FIELDS)
     raise UnsupportedModelError(
         f"the rotary embedding of {type(stack.model).__name__} ({kind}) cannot be written so that other engines turn "
-        f"by the same angles; {', '.join(_FIXED_ROPES[:-1])} and {_FIXED_ROPES[-1]} ones can, over whole heads"
+        f"by the same angles; {', '.join(known[:-1])} and {known[-1]} ones can, over whole heads"
     )
 
 
@@ -142,7 +151,7 @@ def _turns_alike(parameters: dict[str, Any], head: DraftHead, positions: int) ->
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    shape = head.shape
+    shape, wanted = head.shape, head.frequencies.cpu()
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=shape.hidden,
@@ -152,13 +161,8 @@ def _turns_alike(parameters: dict[str, Any], head: DraftHead, positions: int) ->
             rope_parameters=dict(parameters),
         )
     )
-    made, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
-    if parameters["rope_type"] == "yarn":
-        # Engines before vLLM 0.32 know only the usual scale of angles, whatever the parameters say.
-        scale = 0.1 * math.log(parameters["factor"]) + 1
-    wanted = head.frequencies.cpu()
     return (
-        made.shape == wanted.shape
-        and torch.allclose(made, wanted, rtol=1e-5, atol=0)
-        and math.isclose(scale, shape.rotary_scale, rel_tol=1e-5)
+        rotary.inv_freq.shape == wanted.shape
+        and torch.allclose(rotary.inv_freq, wanted, rtol=1e-5, atol=0)
+        and math.isclose(rotary.attention_scaling, shape.rotary_scale, rel_tol=1e-5)
     )
