@@ -115,7 +115,7 @@ def test_a_batch_drafts_where_it_pays(rows: int) -> None:
 def test_rows_that_draft_nothing_still_learn_from_what_they_find() -> None:
     drafting, made = made_up_batch(4)
     found = speed(drafting, made, every_token_costs_the_same, 1.0, 80)
-    assert found.drafted <= 8
+    assert found.drafted <= 12
     assert all(row.drafts.lookup.judged > 60 and row.drafts.lookup.acceptance > 0.9 for row in made)
 
 

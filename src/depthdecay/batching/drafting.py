@@ -19,8 +19,9 @@ lossless rows draft in the same steps and are verified in the same step, and onl
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from depthdecay.engine.request import Request
@@ -29,7 +30,16 @@ from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.accept import count_right
 from depthdecay.speculative.drafter_choice import drafting_for
-from depthdecay.speculative.expected_gain import LONGEST_PAUSE, MARGIN, PAUSE, Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.expected_gain import (
+    LONGEST,
+    LONGEST_PAUSE,
+    MARGIN,
+    PAUSE,
+    Pace,
+    Share,
+    StepCosts,
+    TrackRecord,
+)
 from depthdecay.speculative.prompt_lookup import Lookup
 
 if TYPE_CHECKING:
@@ -124,6 +134,10 @@ class BatchPace(Pace):
         """Whether drafts may come: not where they are first to be held against something."""
         return True
 
+    def longest_after(self, in_a_row: int) -> int:
+        """Drafts that a row may have in the last of so many steps with drafts."""
+        return LONGEST
+
     def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
         """`drafts`: so many of the rows are drafts."""
         known = self.verify(rows)
@@ -166,20 +180,25 @@ class CPUPace(BatchPace):
 
     most_in_a_row: float = 16
     share_of_row: float = 1.0
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # the unit by the last steps without drafts
 
     @property
     def has_begun(self) -> bool:
         return self.unit > 0
 
+    def longest_after(self, in_a_row: int) -> int:
+        return max(1, in_a_row)  # one more a step: a cost that was timed badly is found out before it is paid in full
+
     def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
         plain = self.verify(rows - drafts)
         if drafts == 0:
-            now = seconds / plain
-            self.unit = now if not self.unit else 0.7 * self.unit + 0.3 * min(now, 3 * self.unit)
+            self.plain.append(seconds / plain)
+            # Others on the machine only make steps longer: a slow one must not let drafts seem cheap.
+            self.unit = sorted(self.plain)[len(self.plain) // 4]
         elif self.unit:
             longer = seconds / (self.unit * plain) - 1
             sample = min(max(longer / self._longer(rows - drafts, drafts), 0.0), 3.0)
-            self.share_of_row = 0.5 * self.share_of_row + 0.5 * sample
+            self.share_of_row = 0.7 * self.share_of_row + 0.3 * sample
 
     def _estimate(self, tokens: int) -> float:
         return super()._estimate(tokens) if len(self.verifications) > 1 else 1 + ROW_ON_CPU * (tokens - 1)
@@ -255,8 +274,10 @@ class BatchDrafting:
             return
         for drafts, tokens in found:
             drafts.guess = tokens[0]
-        for drafts, tokens in self._worth_it(found, rows):
-            drafts.tokens, drafts.source = tokens[:free], drafts.lookup
+        worth = self._worth_it(found, rows)
+        longest = self.pace.longest_after(self.in_a_row)
+        for drafts, tokens in worth:
+            drafts.tokens, drafts.source = tokens[: min(longest, free)], drafts.lookup
             free -= len(drafts.tokens)
 
     def _begin_by_layers(self, able: Sequence[BatchRow], free: int, rest: int, found: Sequence[Found]) -> None:
