@@ -446,7 +446,7 @@ def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
     assert_nothing_left(batcher)
     assert batcher.pace.lone_layer > 0
     assert batcher.counters.tokens == 0
-    assert set(batcher.drafting.pace.verifications) == {1, 2, 4, 8, 16}
+    assert set(batcher.drafting.pace.verifications) == {1, 2, 4, 8, 16, 32, 64}
 
 
 # Lossless rows.

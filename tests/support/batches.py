@@ -13,7 +13,7 @@ from tiny_models import LAYERS, VOCABULARY
 
 from depthdecay import Engine, Plan
 from depthdecay.batching.batcher import Batcher, BatchSettings, Update
-from depthdecay.batching.drafting import RowDrafts
+from depthdecay.batching.drafting import BatchDrafting, BatchPace, CPUPace, Found, RowDrafts
 from depthdecay.engine.request import prepare_request
 from depthdecay.engine.result import Result
 from depthdecay.model.repairs import Repair, Repairs
@@ -186,7 +186,14 @@ class Windows:
         self.lengths = itertools.cycle((1, 5, 3, 0, 7))
         self.turns = itertools.count()
         monkeypatch.setattr(TrackRecord, "window", lambda _: next(self.lengths))
+        monkeypatch.setattr(BatchDrafting, "_worth_it", lambda _, found, rows: self.cut(found))
+        monkeypatch.setattr(CPUPace, "_drafts", lambda *_: 0.0)
+        monkeypatch.setattr(CPUPace, "has_begun", True)
+        monkeypatch.setattr(CPUPace, "longest_after", BatchPace.longest_after)
         monkeypatch.setattr(RowDrafts, "found", lambda drafts, longest: self.found(drafts, longest))
+
+    def cut(self, found: Sequence[Found]) -> list[Found]:
+        return [(drafts, tokens[: next(self.lengths)]) for drafts, tokens in found]
 
     def knows(self, prompt: list[int], answer: list[int]) -> None:
         self.texts.append(prompt + answer)

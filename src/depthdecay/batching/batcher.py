@@ -42,7 +42,8 @@ class BatchSettings:
     cohort_seconds: float = 0.02  # the longest that a request waits for others of its age
     cache_bytes: int | None = None  # for keys and values; None: for max_batch texts, within half of what is free
     max_positions: int | None = None  # longest text, prompt and answer; None: the model's context
-    draft_rows: int = 16  # lossless rows draft while a step has no more rows than this, drafts counted
+    draft_rows: int = 64  # lossless rows draft while a step has no more rows than this, drafts counted
+    prompts_first: bool = False  # nobody decodes before all prompts are read: for texts that begin and end together
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "prefill_tokens", "cache_bytes", "max_positions", "draft_rows"):
@@ -204,17 +205,20 @@ class Batcher:
             for reading in read_in_own_passes(self.rows, self.settings.prefill_tokens):
                 updates += self._pass(reading)
         decoding = [row for row in self.rows if not row.in_prompt]
+        if self.settings.prompts_first and len(decoding) < len(self.rows):
+            decoding = []
         self._draft(decoding, within)
         rows = sorted([*within, *decoding], key=lambda row: -row.pass_depth)
         if rows:
             wide = sum(len(row.next_tokens()) for row in rows)
+            drafts = wide - len(rows)
             is_full = not within and rows[-1].pass_depth == self.stack.num_layers
             started = time.perf_counter()
             updates += self._pass(rows)
             seconds = time.perf_counter() - started
             self.pace.saw(seconds)
             if is_full and wide <= self.settings.draft_rows:
-                self.drafting.pace.saw_step(wide, seconds)
+                self.drafting.pace.saw_step(wide, seconds, drafts)
         self.counters.steps += 1
         return updates
 

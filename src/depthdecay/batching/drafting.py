@@ -9,6 +9,8 @@ row is charged for all of that, by measured times: with R rows a window of m dra
     1 + R · (time(R + m) / time(R) - 1)
 
 steps, which is 1 while reading weights takes the time, and more than it can bring where every token costs the same.
+Where it does not pay, rows go on without drafts. Whether theirs would have been right is seen all the same, for
+nothing: the next token tells. What drafts cost has to be tried, by the whole batch at once and ever more rarely.
 
 Drafts by layers save time only where the whole step is shallow: one row at full depth makes every layer run. So
 lossless rows draft in the same steps and are verified in the same step, and only while nothing else goes deeper.
@@ -16,21 +18,35 @@ lossless rows draft in the same steps and are verified in the same step, and onl
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from depthdecay.engine.request import Request
-from depthdecay.model.layers import LayerStack
+from depthdecay.model.layers import LayerStack, primary_device
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.accept import count_right
 from depthdecay.speculative.drafter_choice import drafting_for
-from depthdecay.speculative.expected_gain import Pace, Share, StepCosts, TrackRecord
+from depthdecay.speculative.expected_gain import (
+    LONGEST,
+    LONGEST_PAUSE,
+    MARGIN,
+    PAUSE,
+    Pace,
+    Share,
+    StepCosts,
+    TrackRecord,
+)
 from depthdecay.speculative.prompt_lookup import Lookup
 
 if TYPE_CHECKING:
     from depthdecay.batching.row import BatchRow
+
+# What a further row costs on a CPU until that is timed, of a step of one row: there, products are much of the work.
+ROW_ON_CPU = 0.4
 
 
 class RowDrafts:
@@ -42,6 +58,7 @@ class RowDrafts:
         `common`: how often what rows found was right; a new row starts from there.
         """
         self.tokens: list[int] = []
+        self.guess: int | None = None  # what it would have drafted first, where it drafts nothing
         self.source: TrackRecord | None = None
         self.is_drafting = False  # its next pass makes a draft
         self.longest = request.window if can_draft else 0
@@ -57,14 +74,43 @@ class RowDrafts:
         """By token that is kept of what the full model said, its source: a depth, 0 for lookup, None for itself."""
         right = count_right(self.tokens, said)
         depth = None if self.source is None else self.source.depth
-        if self.source is not None:
+        if not self.tokens and self.guess is not None:
+            self._saw_lookup(1, int(self.guess == said[0]))
+        elif self.source is self.lookup:
+            self._saw_lookup(len(self.tokens), right)
+        elif self.source is not None:
             self.source.saw(len(self.tokens), right)
-            if self.source is self.lookup and self.tokens:
-                self.common.saw(min(right + 1, len(self.tokens)), right)
         if self.text is not None:
             self.text.add(said[: right + 1])
-        self.tokens = []
+        self.tokens, self.guess = [], None
         return [depth] * right + [None]
+
+    def _saw_lookup(self, drafted: int, right: int) -> None:
+        self.lookup.saw(drafted, right)
+        if drafted:
+            self.common.saw(min(right + 1, drafted), right)
+
+
+Found = tuple[RowDrafts, list[int]]
+
+
+class Tries:
+    """When a batch drafts although it does not seem to pay, to see what it costs: ever more rarely while that is so."""
+
+    def __init__(self) -> None:
+        self._pause, self._next_pause = PAUSE // 4, PAUSE  # not before a few plain steps were timed
+
+    def is_due(self) -> bool:
+        """Asked at every step in which nothing pays."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        self._pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        return True
+
+    def start_anew(self) -> None:
+        self._pause = self._next_pause = PAUSE
 
 
 @dataclass
@@ -75,6 +121,7 @@ class BatchPace(Pace):
     faster now and slower then, by more than what a row costs, and drafts that are not tried are not timed.
     """
 
+    most_in_a_row: float = math.inf  # steps with drafts, before one without shows what they are held against
     together: int = 1  # rows that go through windows by layers together
     unit: float = 0.0  # seconds of a step of one row, as of now
     before: int = 0  # rows of the last step
@@ -82,7 +129,17 @@ class BatchPace(Pace):
     def __post_init__(self) -> None:
         self.takes_to_verify(1, 1.0)
 
-    def saw_step(self, rows: int, seconds: float) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether drafts may come: not where they are first to be held against something."""
+        return True
+
+    def longest_after(self, in_a_row: int) -> int:
+        """Drafts that a row may have in the last of so many steps with drafts."""
+        return LONGEST
+
+    def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
+        """`drafts`: so many of the rows are drafts."""
         known = self.verify(rows)
         if self.unit and rows not in (1, self.before):  # the first pass of its kind may load or capture something
             sample = min(max(seconds / self.unit, known / 3), 3 * known)
@@ -113,12 +170,61 @@ class BatchPace(Pace):
         return StepCosts(0.0, lambda tokens: 1 + rows * (self.verify(rows + tokens - 1) / plain - 1))
 
 
+@dataclass
+class CPUPace(BatchPace):
+    """Where rows are dear: what drafts cost, of what so many more rows would by the curve that was timed or guessed.
+
+    A draft shares its row's keys and values, so in long texts it costs less than a row. One number is learnt from all
+    steps with drafts, against those without: what single widths took would each be as uncertain as one step's time.
+    """
+
+    most_in_a_row: float = 16
+    share_of_row: float = 1.0
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # the unit by the last steps without drafts
+
+    @property
+    def has_begun(self) -> bool:
+        return self.unit > 0
+
+    def longest_after(self, in_a_row: int) -> int:
+        return max(1, in_a_row)  # one more a step: a cost that was timed badly is found out before it is paid in full
+
+    def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
+        plain = self.verify(rows - drafts)
+        if drafts == 0:
+            self.plain.append(seconds / plain)
+            # Others on the machine only make steps longer: a slow one must not let drafts seem cheap.
+            self.unit = sorted(self.plain)[len(self.plain) // 4]
+        elif self.unit:
+            longer = seconds / (self.unit * plain) - 1
+            sample = min(max(longer / self._longer(rows - drafts, drafts), 0.0), 3.0)
+            self.share_of_row = 0.7 * self.share_of_row + 0.3 * sample
+
+    def _estimate(self, tokens: int) -> float:
+        return super()._estimate(tokens) if len(self.verifications) > 1 else 1 + ROW_ON_CPU * (tokens - 1)
+
+    def _longer(self, rows: int, more: int) -> float:
+        """By how much of a step so many more rows would prolong it."""
+        return max(self.verify(rows + more) / self.verify(rows) - 1, 0.001)
+
+    def costs(self, share: float, depth: int = 0) -> StepCosts:
+        return StepCosts(share, lambda tokens: 1 + self._drafts(self.together, self.together * (tokens - 1)))
+
+    def charged(self, rows: int) -> StepCosts:
+        return StepCosts(0.0, lambda tokens: 1 + rows * self._drafts(rows, tokens - 1))
+
+    def _drafts(self, rows: int, drafts: int) -> float:
+        return self.share_of_row * self._longer(rows, drafts) if drafts else 0.0
+
+
 class BatchDrafting:
     """What the lossless rows of a batch do in its next step."""
 
     def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs) -> None:
         self.num_layers = stack.num_layers
-        self.pace = BatchPace()
+        self.pace = CPUPace() if primary_device(stack.model).type == "cpu" else BatchPace()
+        self.tries = Tries()
+        self.in_a_row = 0  # steps with drafts since one without
         self.found = Share.at_first(0.6)  # right, of what rows find in their texts
         self.by_layers = drafting_for(stack, plan, repairs, None)
         self.by_layers.pace = self.pace
@@ -156,22 +262,43 @@ class BatchDrafting:
     def _begin(self, able: Sequence[BatchRow], rows: int, room: int, rest: int) -> None:
         """A window where one pays: by layers for all rows that can, or what each finds in its own text."""
         free = room - rows
-        if free < 1:
+        if free < 1 or not self.pace.has_begun:
             return
-        found: list[tuple[RowDrafts, list[int]]] = []
+        found: list[Found] = []
         for row in able:
             if row.drafts is not None and (tokens := row.drafts.found(row.drafts_left)):
                 row.drafts.lookup.costs, row.drafts.lookup.position = self.pace.charged(rows), row.index
                 found.append((row.drafts, tokens))
+        self._begin_by_layers(able, free, rest, found)
+        if self.left > 0:
+            return
+        for drafts, tokens in found:
+            drafts.guess = tokens[0]
+        worth = self._worth_it(found, rows)
+        longest = self.pace.longest_after(self.in_a_row)
+        for drafts, tokens in worth:
+            drafts.tokens, drafts.source = tokens[: min(longest, free)], drafts.lookup
+            free -= len(drafts.tokens)
+
+    def _begin_by_layers(self, able: Sequence[BatchRow], free: int, rest: int, found: Sequence[Found]) -> None:
         rate = 1 + sum(drafts.lookup.best_rate - 1 for drafts, _ in found) / len(able)
         self.pace.together = len(able)
         most = min(free // len(able), *(row.drafts_left for row in able))
         drafter = self.by_layers.choose(max(row.index for row in able))
-        if most > 0 and rest <= drafter.depth and (not found or drafter.best_rate > rate):
-            self.drafter, self.left = drafter, min(drafter.window(), most)
-        if self.left > 0:
+        if most < 1 or rest > drafter.depth or (found and drafter.best_rate <= rate):
             return
-        for drafts, tokens in found:
-            drafts.tokens = tokens[: min(drafts.lookup.window(), free)]
-            drafts.source = drafts.lookup
-            free -= len(drafts.tokens)
+        best_case = max(drafter.costs.rate(1.0, drafts) for drafts in range(1, most + 1))
+        if best_case > MARGIN:  # else not even a try is of use
+            self.drafter, self.left = drafter, min(drafter.window(), most)
+
+    def _worth_it(self, found: Sequence[Found], rows: int) -> list[Found]:
+        """What to verify of what was found: all that pays; where nothing does, now and then what tells the cost."""
+        paying = [(drafts, tokens[: drafts.lookup.best()]) for drafts, tokens in found if drafts.lookup.pays]
+        if paying and self.in_a_row < self.pace.most_in_a_row:
+            self.in_a_row += 1
+            self.tries.start_anew()
+            return paying
+        self.in_a_row = 0
+        if found and not paying and self.tries.is_due():
+            return [(drafts, tokens[:1]) for drafts, tokens in found[: max(1, rows // 2)]]
+        return []

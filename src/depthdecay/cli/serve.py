@@ -52,11 +52,8 @@ def serve(
     ] = None,
     max_positions: Annotated[int | None, _limit(help="Longest prompt and answer; else the model's.")] = None,
     draft_rows: Annotated[
-        int | None,
-        _limit(
-            help="Lossless requests draft up to so many rows in a step, drafts counted; else 16, on CUDA 64. 1: never."
-        ),
-    ] = None,
+        int, _limit(help="Lossless requests draft up to so many rows in a step, drafts counted. 1: never.")
+    ] = 64,
     max_body_kb: Annotated[int, _limit(help="Largest request.")] = 1024,
     timeout: Annotated[float, _limit(help="Seconds for one request.")] = 600.0,
     client_timeout: Annotated[
@@ -99,7 +96,7 @@ def serve(
         cohort_seconds=cohort_ms / 1000,
         cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
         max_positions=max_positions,
-        draft_rows=(64 if engine.device.type == "cuda" else 16) if draft_rows is None else draft_rows,
+        draft_rows=draft_rows,
     )
     with working("making room for keys and values …"):
         worker = Worker(Batcher(engine, settings), max_waiting=max_waiting, timeout_seconds=timeout)

@@ -414,7 +414,14 @@ class Engine:
         started, count = time.perf_counter(), len(results)
         request = replace(request, own_limits=[request.max_new_tokens] * count)
         positions = max(map(len, request.prompts)) + request.max_new_tokens
-        settings = BatchSettings(count, PREFILL_TOKENS, cohort_seconds=0, max_positions=positions)
+        settings = BatchSettings(
+            max_batch=count,
+            prefill_tokens=PREFILL_TOKENS,
+            cohort_seconds=0,
+            max_positions=positions,
+            draft_rows=16 if self.uses_graphs else 64,
+            prompts_first=True,
+        )
 
         def fits(kept: Batcher) -> bool:
             return kept.settings.max_batch == count and kept.max_positions >= positions
@@ -441,8 +448,10 @@ class Engine:
                     batcher.cancel(number)
             cache_bytes = batcher.blocks.nbytes
             self._tell_exact(results, batcher.runner.inexact)
+        prefill_seconds = max(result.prefill_seconds for result in results)  # as in lock-step: until all are read
         for result in results:
             result.seconds = time.perf_counter() - started
+            result.prefill_seconds = prefill_seconds
             result.cache_bytes = cache_bytes
 
     def _tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
