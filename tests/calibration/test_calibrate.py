@@ -70,6 +70,9 @@ def test_python_makes_the_folder_that_the_command_makes(tiny: str, prompts: Path
     assert figures_of(plan)["repaired"]["kl"] == plan.notes["calibration"]["kl"]
 
 
+MORE = ("--also", "1.1, 1.5", "--no-variety", "--learn", "7.5")
+
+
 def test_the_command_only_calls_it(tiny: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
 
@@ -78,11 +81,12 @@ def test_the_command_only_calls_it(tiny: str, prompts: Path, tmp_path: Path, mon
         raise dd.DepthDecayError("that is enough")
 
     monkeypatch.setattr(module, "calibrate", noted)
-    result = CliRunner().invoke(app, [*command(tiny, prompts, tmp_path / "out"), "--also", "1.1, 1.5", "--no-variety"])
+    result = CliRunner().invoke(app, [*command(tiny, prompts, tmp_path / "out"), *MORE])
     assert result.exit_code == 2
     ((given, named),) = called
     assert given == (tiny, str(prompts), str(tmp_path / "out"))
     assert LITTLE.items() <= named.items()
+    assert named["learn"] == 7.5
     assert named["also"] == ["1.1", " 1.5"]
     assert named["variety"] is False
     assert named["device"] == "cpu"
@@ -101,6 +105,8 @@ def test_the_help_tells_the_default_goal() -> None:
         ({"fit_prompts": 3}, "fit_prompts is 3"),
         ({"seed": True}, "seed is True"),
         ({"minutes": 0}, "minutes is 0"),
+        ({"learn": -1}, "learn is -1; expected a number of minutes"),
+        ({"learn": float("nan")}, "learn is nan"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"task": "gsm8k"}, "prompts is a list"),
     ],

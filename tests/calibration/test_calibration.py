@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,35 @@ def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
     held = {tuple(row) for batch in run.held_out.batches for row in batch.inputs.tolist()}
     fitted = {tuple(row) for part in (run.fit, run.select) for batch in part.batches for row in batch.inputs.tolist()}
     assert not held & fitted
+
+
+def test_maps_learn_where_there_is_time_for_it(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, learning_minutes=10.0))
+    made = run.make(Goal(speedup=1.2))
+    learned = made.figures["learned"]
+    assert learned["maps"]["kl"] == made.figures["repaired"]["kl"]
+    assert min(point["kl"] for point in learned["curve"]) < learned["curve"][0]["kl"]
+    assert learned["closed_form"]["kl_on_own_text"] != learned["maps"]["kl_on_own_text"]
+    choices = made.plan.notes["calibration"]
+    assert choices["KL on text of its own"] == learned["maps"]["kl_on_own_text"] > 0
+    assert choices["steps of learning"] == learned["curve"][-1]["step"] > 0
+    json.dumps(made.figures, allow_nan=False)
+    made.save(tmp_path)
+    saved = Repairs.load(tmp_path / "repairs.safetensors")
+    again = Simulator(run.held_out).measure(dd.Plan.load(tmp_path), saved)
+    assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
+    alone = Calibration(model, None, token_prompts(), tmp_path / "alone", SMALL).make(Goal(speedup=1.2))
+    assert alone.figures["learned"] is None
+    assert alone.figures["repaired"]["kl"] == learned["closed_form"]["kl"]
+
+
+def test_maps_of_a_model_in_float16_do_not_learn(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = replace(SMALL, learning_minutes=10.0)
+    run = Calibration(tiny_model("llama").half(), None, token_prompts(), tmp_path, settings, say=said.append)
+    assert run.make(Goal(speedup=1.2)).figures["learned"] is None
+    assert any("do not learn in float16" in line for line in said)
 
 
 def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 
 from depthdecay.calibration import differentiable_texts
 from depthdecay.calibration.continuations import Continuation
-from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
+from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of, mean_kl
 from depthdecay.calibration.fidelity import final_state, first_bypassed
 from depthdecay.calibration.recording import Recording
 from depthdecay.model.layers import LayerStack
@@ -60,6 +60,22 @@ def test_layers_that_are_run_again_give_the_same_gradients(monkeypatch: pytest.M
     monkeypatch.setattr(texts, "_free", 0.0)
     torch.testing.assert_close(gradient(), plain)
     assert runs
+
+
+def test_the_mean_kl_and_its_gradient_are_those_of_all_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differentiable_texts, "ROWS_AT_ONCE", 3)
+    stack = LayerStack.of(tiny_model())
+    generator = torch.Generator().manual_seed(0)
+    full, states = (torch.randn((8, stack.hidden_size), generator=generator) for _ in range(2))
+    states.requires_grad_(True)
+    said, wanted = (logits_of(stack, each).log_softmax(-1) for each in (states, full))
+    with frozen(stack.model):
+        whole = (wanted.exp() * (wanted - said)).sum(-1).mean()
+        (expected,) = torch.autograd.grad(2 * whole, states)
+        in_parts = mean_kl(stack, states, full)
+        (given,) = torch.autograd.grad(2 * in_parts, states)
+    torch.testing.assert_close(in_parts, whole)
+    torch.testing.assert_close(given, expected)
 
 
 def test_batches_are_kept_while_the_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,12 @@ import depthdecay as dd
 from depthdecay.calibration.continuations import continue_prompts
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, fit_plan
-from depthdecay.calibration.gradient_steps import Learned
 from depthdecay.calibration.learned_repairs import LearnedRepairs, LearningSettings
 from depthdecay.calibration.recording import Recording
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 
-QUICK = LearningSettings(minutes=10, passes=8, rows=8, rate=0.02, own_prompts=4, renewals=2)
+QUICK = LearningSettings(minutes=10, passes=8, rows=8, rate=0.02, own_share=0.1, renewals=2)
 
 
 def learner(
@@ -34,6 +33,10 @@ def learner(
     return LearnedRepairs(stack, plan, repairs, texts[:40], select, settings)
 
 
+def best_of(learning: LearnedRepairs) -> float:
+    return min(kl for _, kl in learning.curve)
+
+
 def bits(repairs: Repairs) -> list[torch.Tensor]:
     return [part for maps in repairs.at_depth.values() for repair in maps for part in repair.parts]
 
@@ -43,12 +46,12 @@ def test_the_kl_on_unseen_text_falls_and_no_weight_changes(architecture: str) ->
     learning = learner(architecture=architecture)
     before = {name: value.clone() for name, value in learning.stack.model.state_dict().items()}
     wanted = [parameter.requires_grad for parameter in learning.stack.model.parameters()]
-    start = learning.judge()
-    repairs, learned = learning.learn()
+    repairs = learning.learn()
     repairs.check(learning.plan, learning.stack.hidden_size)
-    assert learned.curve[0].judged_loss == start
-    assert learned.best < 0.97 * start
-    assert learning.select.measure(learning.plan, repairs).kl == learned.best
+    assert learning.curve[0][0] == 0
+    assert best_of(learning) < 0.97 * learning.curve[0][1]
+    assert learning.select.measure(learning.plan, repairs).kl == best_of(learning)
+    assert learning.ended == "all steps were made"
     for name, value in learning.stack.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert [parameter.requires_grad for parameter in learning.stack.model.parameters()] == wanted
@@ -67,18 +70,17 @@ def test_gradients_reach_every_map() -> None:
 
 
 def test_the_same_seed_gives_the_same_maps_and_another_does_not() -> None:
-    first, second = bits(learner().learn()[0]), bits(learner().learn()[0])
+    first, second = bits(learner().learn()), bits(learner().learn())
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    other = bits(learner(replace(QUICK, seed=5)).learn()[0])
+    other = bits(learner(replace(QUICK, seed=5)).learn())
     assert not all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
 def test_maps_of_a_model_in_16_bits_learn_in_32() -> None:
     learning = learner(dtype=torch.bfloat16)
     assert all(parameter.dtype == torch.float32 for parameter in learning.masters.parameters)
-    repairs, learned = learning.learn()
-    assert {part.dtype for part in bits(repairs)} == {torch.bfloat16}
-    assert learned.best < learned.curve[0].judged_loss
+    assert {part.dtype for part in bits(learning.learn())} == {torch.bfloat16}
+    assert best_of(learning) < learning.curve[0][1]
 
 
 def test_part_of_the_text_is_the_plans_own() -> None:
@@ -101,31 +103,41 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_maps(monkeypatch: pytest.
     learning.say = said.append
     loss = learning.loss
     monkeypatch.setattr(learning, "loss", lambda step: loss(step) * (math.nan if step == 9 else 1))
-    repairs, learned = learning.learn()
+    repairs = learning.learn()
     assert "not a finite number" in said[-1]
-    assert "not a finite number" in learned.ended
+    assert "not a finite number" in learning.ended
     assert all(bool(torch.isfinite(part).all()) for part in bits(repairs))
-    assert Simulator(learning.select.recording).measure(learning.plan, repairs).kl == learned.best
+    assert Simulator(learning.select.recording).measure(learning.plan, repairs).kl == best_of(learning)
 
 
-def test_an_interrupted_run_leaves_the_best_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_learning_with_the_best_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = learner()
-    start = learning.judge()
     loss = learning.loss
 
     def interrupted(step: int) -> torch.Tensor:
-        if step == 9:
+        if step == 30:
             raise KeyboardInterrupt
         return loss(step)
 
     monkeypatch.setattr(learning, "loss", interrupted)
+    repairs = learning.learn()
+    assert learning.ended == "the user interrupted step 31 of 48"
+    assert len(learning.curve) == 6  # judged before the first step, and behind every sixth
+    assert learning.select.measure(learning.plan, repairs).kl == best_of(learning) < learning.curve[0][1]
+
+
+def test_an_interrupt_before_anything_is_judged_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = learner()
+
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learning, "judge", interrupted)
     with pytest.raises(KeyboardInterrupt):
         learning.learn()
-    assert learning.judge() < start
 
 
-def test_time_that_is_up_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    repairs, learned = learner(LearningSettings(minutes=1e-9, rows=8)).learn()
-    assert isinstance(learned, Learned)
-    assert "the time was up" in learned.ended
-    assert bits(repairs)
+def test_time_that_is_up_ends_it() -> None:
+    learning = learner(replace(QUICK, minutes=1e-9))
+    assert bits(learning.learn())
+    assert "the time was up" in learning.ended

@@ -45,6 +45,7 @@ SMALL = CalibrationSettings(
     maps=(FitSettings(8, 0, 0.03), FitSettings(8, 2, 0.03)),
     ridges=(0.03,),
     warmups=(0.2,),
+    learning_minutes=0.0,
 )
 
 

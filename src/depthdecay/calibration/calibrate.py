@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ def calibrate(
     beam: int | None = None,
     width: int | None = None,
     minutes: float | None = None,
+    learn: float | None = None,
     seed: int = 0,
     quantize: str | None = None,
     device: str | None = None,
@@ -85,8 +87,9 @@ def calibrate(
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
     one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
     the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
-    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `device`, `dtype` and
-    `trust_remote_code` are for a model given by its name.
+    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `learn` are minutes of
+    gradient steps for the maps of each plan, 10 on a GPU and none elsewhere; Ctrl-C ends them early, with the best maps
+    so far. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
     """
@@ -104,6 +107,10 @@ def calibrate(
         if not minutes > 0:
             raise ArgumentError(f"minutes is {minutes}; expected a number above 0", "minutes")
         effort["whole_minutes"] = minutes
+    if learn is not None:
+        if not 0 <= learn < math.inf:
+            raise ArgumentError(f"learn is {learn}; expected a number of minutes, 0 for none", "learn")
+        effort["learning_minutes"] = learn
     if not variety:
         effort["variety"] = 0.0
     if drafter not in DRAFTERS:

@@ -68,8 +68,10 @@ class RecordedTexts:
         fit = self._fitted(len(own))
         seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
+        self.fit_texts = [*own[:fit], *again, *more]
+        self.held_out_texts = held_out
         started = time.monotonic()
-        self.fit = self._record([*own[:fit], *again, *more], "reading calibration texts")
+        self.fit = self._record(self.fit_texts, "reading calibration texts")
         self.fit_seconds = time.monotonic() - started
         self.select = self._record(own[fit:], "reading texts to choose by")
         self.held_out = self._record(held_out, "reading held-out texts")

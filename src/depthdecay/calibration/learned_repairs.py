@@ -9,21 +9,25 @@ judged by the full model like the rest, and written anew as the maps improve.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts
-from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
+from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, mean_kl
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
-from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend, kl_divergence
+from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
 from depthdecay.calibration.recording import Recording
 from depthdecay.engine.engine import Engine
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
 from depthdecay.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from depthdecay.calibration.run import Calibration
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class LearningSettings:
     rows: int = 16  # texts a step
     rate: float = 1e-2  # in units of each part's own size
     pull: float = 0.01  # of the weight decay, towards the closed-form start
-    own_prompts: int = 64  # that the plan answers itself
+    own_share: float = 0.25  # of the texts, whose prompts the plan answers itself
     renewals: int = 3  # how often it does so anew
     seed: int = 0
 
@@ -122,11 +126,17 @@ class LearnedRepairs:
         self.given = self._readable(texts)
         self.own = self._readable(())
         generator = torch.Generator().manual_seed(settings.seed)
-        chosen = torch.randperm(len(texts), generator=generator)[: settings.own_prompts].tolist()
+        chosen = torch.randperm(len(texts), generator=generator)[: int(settings.own_share * len(texts))].tolist()
         self.prompts = list(dict.fromkeys(texts[index].prompt for index in chosen))
+        self.steps_made = 0
+        self.curve: list[tuple[int, float]] = []  # steps, and the KL on the texts to choose by after them
+        self.ended = ""
 
-    def learn(self) -> tuple[Repairs, Learned]:
-        """The best maps that were seen on the texts to choose by, as they will be saved; and how that went."""
+    def learn(self) -> Repairs:
+        """The best maps that were seen on the texts to choose by, as they will be saved.
+
+        An interrupt ends the learning and not the program: what has been learned by then is of use.
+        """
         settings = self.settings
         steps = StepSettings(
             steps=max(1, settings.passes * (len(self.given) + self._own_batches)),
@@ -135,10 +145,16 @@ class LearnedRepairs:
             weight_decay=settings.pull,
         )
         self.renewed_every = max(1, -(-steps.steps // max(1, settings.renewals)))
-        with frozen(self.stack.model), torch.enable_grad():
-            learned = descend(self.masters.parameters, self.loss, self.judge, steps, self._told)
-        self.say(f"maps have learned: KL {learned.curve[0].judged_loss:.5f} → {learned.best:.5f}; {learned.ended}")
-        return self.masters.stored(), learned
+        try:
+            with frozen(self.stack.model), torch.enable_grad():
+                self.ended = descend(self.masters.parameters, self.loss, self.judge, steps, self._told).ended
+        except KeyboardInterrupt:  # the best maps are in place
+            if not self.curve:
+                raise
+            self.ended = f"the user interrupted step {self.steps_made + 1} of {steps.steps}"
+        start, best = self.curve[0][1], min(kl for _, kl in self.curve)
+        self.say(f"maps have learned: KL {start:.4f} before and {best:.4f} now, on texts to choose by; {self.ended}")
+        return self.masters.stored()
 
     def loss(self, step: int) -> torch.Tensor:
         """The plan's KL to the full model on the texts of one step."""
@@ -148,11 +164,13 @@ class LearnedRepairs:
         batch = texts.batch(number)
         places = batch.valid & self._below_full(batch.inputs.shape[1]).to(batch.valid.device)
         state = final_state(texts, batch, self.plan, self.masters.maps())
-        say = lambda states: logits_of(self.stack, states)  # noqa: E731
-        return kl_divergence(state[places], say, batch.states[-1][places], say)
+        return mean_kl(self.stack, state[places], batch.states[-1][places])
 
     def judge(self) -> float:
-        return self.select.measure(self.plan, self.masters.stored()).kl
+        """KL on the texts to choose by, of the maps as they would be saved."""
+        kl = self.select.measure(self.plan, self.masters.stored()).kl
+        self.curve.append((self.steps_made, kl))
+        return kl
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], repairs: Repairs | None = None) -> list[Continuation]:
@@ -180,7 +198,37 @@ class LearnedRepairs:
         return torch.tensor([self.plan.depth(column + 1) < self.plan.num_layers for column in range(columns)])
 
     def _told(self, progress: Progress) -> None:
+        self.steps_made = progress.step
         self.say(
             f"maps learn: step {progress.step} of {progress.steps}, KL {progress.loss:.4f} "
             f"(about {progress.seconds_left:.0f} s left)"
         )
+
+
+def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repairs, dict[str, Any] | None]:
+    """The maps of a calibration's plan after learning, and the figures of it on held-out text.
+
+    Text of the plan's own is measured for closed-form and learned maps alike: each as it would answer the held-out
+    prompts, held against what the full model would have said in its place.
+    """
+    if run.stack.model.dtype == torch.float16:
+        run.say("maps do not learn in float16, where gradients vanish; load the model in bf16 or fp32 for that")
+        return repairs, None
+    settings = LearningSettings(minutes=run.settings.learning_minutes, rows=run.settings.rows, seed=run.settings.seed)
+    learning = LearnedRepairs(run.stack, plan, repairs, run.fit_texts, run.select, settings, run.say)
+    better = learning.learn()
+    prompts = [text.prompt for text in run.held_out_texts]
+    run.say("measuring on text that the plan writes")
+    figures = {}
+    for name, maps in (("closed_form", repairs), ("maps", better)):
+        measured = Simulator(run.held_out).measure(plan, maps)
+        written = Recording.of(run.stack, learning.write(prompts, maps), rows=run.settings.rows)
+        on_own = Simulator(written).measure(plan, maps)
+        figures[name] = {
+            "kl": measured.kl,
+            "agreement": measured.agreement,
+            "kl_on_own_text": on_own.kl,
+            "agreement_on_own_text": on_own.agreement,
+        }
+    curve = [{"step": step, "kl": kl} for step, kl in learning.curve]
+    return better, {**figures, "settings": asdict(settings), "ended": learning.ended, "curve": curve}

@@ -44,8 +44,9 @@ def with_figures(
     settings: FitSettings,
     shape: Shape,
     tried: list[dict[str, Any]],
+    learned: dict[str, Any] | None = None,
 ) -> Calibrated:
-    """A fitted plan with its figures on held-out text."""
+    """A fitted plan with its figures on held-out text, and how its maps learned where they did."""
     simulator = Simulator(run.held_out)
     run.say("measuring on held-out text")
     measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
@@ -84,7 +85,9 @@ def with_figures(
             "dtype": str(run.stack.model.dtype).removeprefix("torch."),
             "device": run.stack.model.device.type,
             "seconds": round(time.monotonic() - run.started, 1),
+            **_choices_of(learned),
         },
+        "learned": learned,
         "tried": tried,
         "search": {"order": run.found.order, "kls": run.found.kls},
     }
@@ -94,6 +97,19 @@ def with_figures(
         "over_tokens": tokens,
     }
     return Calibrated(replace(plan, repairs=REPAIRS_FILE, notes=notes), repairs, figures)
+
+
+def _choices_of(learned: dict[str, Any] | None) -> dict[str, Any]:
+    """What is worth a line of a table."""
+    if learned is None:
+        return {}
+    before, after = learned["closed_form"], learned["maps"]
+    return {
+        "steps of learning": learned["curve"][-1]["step"],
+        "KL before learning": before["kl"],
+        "KL on text of its own, before learning": before["kl_on_own_text"],
+        "KL on text of its own": after["kl_on_own_text"],
+    }
 
 
 def _elsewhere(run: Calibration, plan: Plan, repairs: Repairs) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.influence import block_influence, unrepaired_share
 from depthdecay.calibration.kept_answers import RecordedTexts
+from depthdecay.calibration.learned_repairs import learn_repairs
 from depthdecay.calibration.own_questions import Say
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.result import Calibrated, with_figures
@@ -56,6 +57,7 @@ class Calibration:
         self.settings, self.work, self.vocabulary = texts.settings, texts.work, texts.vocabulary
         self.fit, self.select = texts.fit, texts.select
         self.held_out, self.elsewhere = texts.held_out, texts.elsewhere
+        self.fit_texts, self.held_out_texts = texts.fit_texts, texts.held_out_texts
         self.influence = block_influence(self.select)
         self.time = texts.time
         self.found = self._search()
@@ -230,7 +232,11 @@ class Calibration:
         self, goal: Goal, speedup: float, settings: FitSettings, shape: Shape, tried: list[dict[str, Any]]
     ) -> Calibrated:
         plan, repairs = self.repaired(speedup, settings, shape)
-        return with_figures(self, goal, speedup, plan, repairs, settings, shape, tried)
+        learned = None
+        if self.settings.learning_minutes:
+            self.forget_traces()
+            repairs, learned = learn_repairs(self, plan, repairs)
+        return with_figures(self, goal, speedup, plan, repairs, settings, shape, tried, learned)
 
 
 _LEAST_SPEEDUP = 1.01

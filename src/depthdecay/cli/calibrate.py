@@ -54,6 +54,9 @@ def calibrate(
     beam: Annotated[int | None, _effort(help="Ladders searched side by side.")] = None,
     width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
     minutes: Annotated[float | None, _effort(help="For the whole, about; else as suits the device.")] = None,
+    learn: Annotated[
+        float | None, _effort(metavar="MINUTES", help="Gradient steps for the maps, a plan [10 on a GPU, else 0].")
+    ] = None,
     seed: Annotated[int, _effort(help="Deals out the prompts, and writes them where none are given.")] = 0,
 ) -> None:
     """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
@@ -85,6 +88,7 @@ def calibrate(
             beam=beam,
             width=width,
             minutes=minutes,
+            learn=learn,
             seed=seed,
             quantize=model.quantize,
             device=model.device,
