@@ -25,8 +25,11 @@ from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import require_eval
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.block_runner import BlockRunner
-from depthdecay.runners.contract import Part
+from depthdecay.runners.contract import PLAIN, Ask, Part, Said
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks, Usage, blocks_for
+from depthdecay.speculative.head_rows import HeadRows
+
+States = dict[int, torch.Tensor]  # by layer
 
 logger = logging.getLogger("depthdecay.batching")
 
@@ -117,7 +120,9 @@ class Batcher:
         self.runner = BlockRunner(self.stack, self.blocks, self.repairs)
         if engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
-        self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs)
+        placed = engine.head_for_rows()
+        self.head = None if placed is None else HeadRows(placed, self.settings.max_batch)
+        self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs, self.head)
         self.intake = Intake(engine, self.blocks, self.repairs, self.drafting, self.max_positions)
         settings = self.settings
         self.admission = Admission(self.blocks, settings.max_batch, settings.cohort_seconds, settings.prefill_tokens)
@@ -239,7 +244,7 @@ class Batcher:
         A pass may be repeated: it writes keys and values in the same places, and rows move on only behind it.
         """
         try:
-            logits = self._run(rows)
+            said = self._run(rows)
         except Exception as error:
             self.counters.failed_passes += 1
             if len(rows) > 1:
@@ -249,9 +254,9 @@ class Batcher:
                 half = len(rows) // 2
                 return self._pass(rows[:half]) + self._pass(rows[half:])
             return [self._failed(rows[0], error)]
-        return self._taken(rows, logits)
+        return self._taken(rows, said)
 
-    def _run(self, rows: Sequence[BatchRow]) -> torch.Tensor:
+    def _run(self, rows: Sequence[BatchRow]) -> Said:
         parts: list[Part] = []
         full = 0  # layers that decoding at full depth would run
         layers = self.stack.num_layers
@@ -262,16 +267,20 @@ class Batcher:
             parts.append(Part(row.slot, row.length + row.ahead, tokens, depth, plan, wanted))
             if not row.in_prompt:
                 full += layers if row.drafts is None else depth * len(tokens)
-        said = self.runner.run(parts)
+        drafts = self.head is not None and any(row.drafts is not None for row in rows)
+        said = self.runner.run(
+            parts, Ask(states=self.head.placed.states) if drafts and self.head is not None else PLAIN
+        )
         if full:
             in_prompts = sum(len(row.next_tokens()) for row in rows if row.in_prompt)  # tokens that run every layer
             self.counters.layers_executed += sum(said.tokens_run) - layers * in_prompts
             self.counters.layers_full += full
             self.counters.layer_passes += said.layers_executed
-        return said.logits
+        return said
 
-    def _taken(self, rows: Sequence[BatchRow], logits: torch.Tensor) -> list[Update]:
+    def _taken(self, rows: Sequence[BatchRow], passed: Said) -> list[Update]:
         """Move the rows on, and hand out the tokens of those that have read their prompts."""
+        states = self._states_of(rows, passed)
         speaking: list[tuple[BatchRow, int, range]] = []  # with the depth and the places of what the pass said of each
         behind = 0
         for row in rows:
@@ -281,21 +290,42 @@ class Batcher:
             if row.in_prompt:
                 self.counters.prompt_tokens += len(tokens)
                 row.length += len(tokens)
+                self._read_along(row, row.prompt[row.length - len(tokens) + 1 : row.length + 1], states)
             elif not row.is_drafting:
                 row.length += 1  # and by every draft that turns out right
             if not row.in_prompt:
                 speaking.append((row, depth, places))
         if not speaking:
             return []
-        said = rows_of(logits, [place for _, _, places in speaking for place in places])
+        said = rows_of(passed.logits, [place for _, _, places in speaking for place in places])
         asked = [(row, row.index + row.ahead + place) for row, _, places in speaking for place in range(len(places))]
         picked = iter(self._picked(asked, said))
         updates, behind = [], 0
         for row, depth, places in speaking:
             tokens_or_errors = [next(picked) for _ in places]
-            updates += self._spoken(row, tokens_or_errors, depth, said[behind])
+            updates += self._spoken(row, tokens_or_errors, depth, said[behind], states)
             behind += len(places)
         return updates
+
+    def _states_of(self, rows: Sequence[BatchRow], passed: Said) -> dict[int, States]:
+        """By row's id, what a draft head reads of the pass: of every token, the states of its layers."""
+        if self.head is None or not passed.states:
+            return {}
+        found, behind = {}, 0
+        for row in rows:
+            count = len(row.next_tokens())
+            if row.drafts is not None and not row.is_drafting:
+                found[row.id] = {layer: state[behind : behind + count] for layer, state in passed.states.items()}
+            behind += count
+        return found
+
+    def _read_along(self, row: BatchRow, tokens: Sequence[int], states: dict[int, States]) -> None:
+        """Let the draft head know tokens that are certain now: each follows a position whose states the pass had."""
+        own = states.get(row.id)
+        if self.head is None or own is None or not tokens:
+            return
+        self.head.verified(row.slot, tokens, own)
+        states[row.id] = {layer: state[len(tokens) :] for layer, state in own.items()}
 
     def _picked(self, asked: Sequence[tuple[BatchRow, int]], logits: torch.Tensor) -> list[int | Exception]:
         """The token with this index of each row."""
@@ -312,7 +342,12 @@ class Batcher:
             return tokens
 
     def _spoken(
-        self, row: BatchRow, picked: Sequence[int | Exception], depth: int, logits: torch.Tensor
+        self,
+        row: BatchRow,
+        picked: Sequence[int | Exception],
+        depth: int,
+        logits: torch.Tensor,
+        states: dict[int, States],
     ) -> list[Update]:
         """A draft is kept for its verification; of all else the tokens that are right are told."""
         tokens = [token for token in picked if not isinstance(token, Exception)]
@@ -328,6 +363,7 @@ class Batcher:
         try:
             sources = row.keep(tokens)
             self.counters.accepted += len(sources) - 1
+            self._read_along(row, tokens[: len(sources)], states)
             for token, source in zip(tokens, sources, strict=False):
                 if row.drafts is not None:
                     row.row.result.draft_depths.append(source)
@@ -377,6 +413,8 @@ class Batcher:
         if row in self.rows:
             self.rows.remove(row)
             self.blocks.leave(row.slot)
+            if self.head is not None:
+                self.head.leave(row.slot)
 
 
 def _refuse_unsupported(engine: Engine) -> None:

@@ -19,6 +19,7 @@ lossless rows draft in the same steps and are verified in the same step, and onl
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from depthdecay.plan.plan import Plan
 from depthdecay.speculative.accept import count_right
 from depthdecay.speculative.drafter_choice import drafting_for
 from depthdecay.speculative.expected_gain import (
+    LEARNED,
     LONGEST,
     LONGEST_PAUSE,
     MARGIN,
@@ -40,6 +42,7 @@ from depthdecay.speculative.expected_gain import (
     StepCosts,
     TrackRecord,
 )
+from depthdecay.speculative.head_rows import HeadRows
 from depthdecay.speculative.prompt_lookup import Lookup
 
 if TYPE_CHECKING:
@@ -220,8 +223,14 @@ class CPUPace(BatchPace):
 class BatchDrafting:
     """What the lossless rows of a batch do in its next step."""
 
-    def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs) -> None:
+    def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs, head: HeadRows | None = None) -> None:
+        """`head`: what may draft for rows that find nothing, where the model has a learned one."""
         self.num_layers = stack.num_layers
+        self.head = head
+        self.has_layers = head is None or bool(repairs.at_depth)  # layers that nobody has measured are no match for it
+        right = 0.6 if head is None else head.head.right
+        self.learned = TrackRecord(StepCosts(0.0), prior=right, depth=LEARNED)
+        self.head_seconds = 0.0  # of a draft of all rows
         self.pace = CPUPace() if primary_device(stack.model).type == "cpu" else BatchPace()
         self.tries = Tries()
         self.in_a_row = 0  # steps with drafts since one without
@@ -269,7 +278,8 @@ class BatchDrafting:
             if row.drafts is not None and (tokens := row.drafts.found(row.drafts_left)):
                 row.drafts.lookup.costs, row.drafts.lookup.position = self.pace.charged(rows), row.index
                 found.append((row.drafts, tokens))
-        self._begin_by_layers(able, free, rest, found)
+        if self.has_layers:
+            self._begin_by_layers(able, free, rest, found)
         if self.left > 0:
             return
         for drafts, tokens in found:
@@ -279,6 +289,28 @@ class BatchDrafting:
         for drafts, tokens in worth:
             drafts.tokens, drafts.source = tokens[: min(longest, free)], drafts.lookup
             free -= len(drafts.tokens)
+        self._draft_by_head([row for row in able if row.drafts is not None and not row.drafts.tokens], rows, free)
+
+    def _draft_by_head(self, able: Sequence[BatchRow], rows: int, free: int) -> None:
+        """Rows that have found nothing draft together by the learned head, as many tokens as pay for all."""
+        if self.head is None or not able:
+            return
+        most = min(free // len(able), *(row.drafts_left for row in able))
+        step = self.pace.unit * self.pace.verify(rows)
+        self.pace.together = len(able)
+        share = self.head_seconds / step if self.head_seconds and step else 0.1
+        self.learned.costs, self.learned.position = self.pace.costs(share, LEARNED), max(row.index for row in able)
+        count = min(self.learned.window(), most) if most > 0 else 0
+        if count < 1:
+            return
+        started = time.perf_counter()
+        samplers, slots = [row.sampler for row in able], [row.slot for row in able]
+        drafted = self.head.draft(slots, count, samplers, [row.index for row in able])
+        seconds = (time.perf_counter() - started) / count
+        self.head_seconds = seconds if not self.head_seconds else 0.8 * self.head_seconds + 0.2 * seconds
+        for row, tokens in zip(able, drafted, strict=True):
+            assert row.drafts is not None
+            row.drafts.tokens, row.drafts.source = tokens, self.learned
 
     def _begin_by_layers(self, able: Sequence[BatchRow], free: int, rest: int, found: Sequence[Found]) -> None:
         rate = 1 + sum(drafts.lookup.best_rate - 1 for drafts, _ in found) / len(able)

@@ -479,6 +479,14 @@ class Engine:
                 )
             return self._drafting
 
+    def head_for_rows(self) -> PlacedHead | None:
+        """The head that drafts for rows of a batch: one that costs no pass of the model, which all rows would share."""
+        if self.draft_head is None:
+            return None
+        self._prepared_drafting()
+        placed = self._placed_head
+        return placed if placed is not None and not placed.head.shape.first_layers else None
+
     def _sampler(self, request: Request, row: int | None = None) -> Sampler:
         """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate."""
         own = slice(None) if row is None else slice(row, row + 1)

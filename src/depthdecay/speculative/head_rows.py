@@ -1,0 +1,124 @@
+"""A draft head at work on the rows of a batch: all of them draft together, each at its own position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from depthdecay.engine.sampling import Sampler, pick_tokens
+from depthdecay.speculative.head_text import GROWTH, LONGEST_READ, PlacedHead
+
+TOGETHER = 16  # certain tokens of a row that are read beside those of others; more are read before
+
+
+@dataclass
+class HeadRow:
+    """One text: where its keys end, and the certain tokens that are still to be read beside the states before them."""
+
+    length: int = 1  # position 0 has no state before it
+    tokens: list[int] = field(default_factory=list)
+    before: list[torch.Tensor] = field(default_factory=list)  # (tokens, hidden) each
+
+
+class HeadRows:
+    """Rows by slot. What was read behind a row's last certain token is read anew once that is verified."""
+
+    def __init__(self, placed: PlacedHead, slots: int) -> None:
+        self.placed, self.head, self.slots = placed, placed.head, slots
+        self.rows: dict[int, HeadRow] = {}
+        self.keys: torch.Tensor | None = None  # (slots, heads, positions, size)
+        self.values: torch.Tensor | None = None
+
+    def leave(self, slot: int) -> None:
+        self.rows.pop(slot, None)
+
+    @torch.no_grad()
+    def verified(self, slot: int, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
+        """Tokens that are certain now, each with the full model's states of the position before it."""
+        row = self.rows.setdefault(slot, HeadRow())
+        joined = torch.cat([states[layer][: len(tokens)] for layer in self.head.shape.states], dim=-1)
+        row.before.append(self.head.joined(joined.to(self.placed.weight.dtype)))
+        row.tokens += tokens
+
+    @torch.no_grad()
+    def draft(
+        self, slots: Sequence[int], count: int, samplers: Sequence[Sampler], first: Sequence[int]
+    ) -> list[list[int]]:
+        """So many drafts for each of these rows, picked as its sampler picks; `first`: index of each one's first."""
+        for slot in slots:
+            while len(self.rows[slot].tokens) > TOGETHER:
+                self._read([slot], min(len(self.rows[slot].tokens) - 1, LONGEST_READ))
+        state = self._read(slots, TOGETHER)
+        drafts: list[list[int]] = [[] for _ in slots]
+        for place in range(count):
+            logits = self._spread(self.placed.logits(state[:, -1]))
+            picked = pick_tokens(samplers, [index + place for index in first], logits, drafts)
+            for row, token in zip(drafts, picked, strict=True):
+                row.append(token)
+            if place + 1 < count:
+                positions = [self.rows[slot].length + place for slot in slots]
+                state = self._run(slots, [[token] for token in picked], state, positions)
+        return drafts
+
+    def _read(self, slots: Sequence[int], most: int) -> torch.Tensor:
+        """Read the first certain tokens of rows for good; the state (rows, 1, hidden) of the last one of each."""
+        rows = [self.rows[slot] for slot in slots]
+        counts = [min(len(row.tokens), most) for row in rows]
+        before = [torch.cat(row.before) for row in rows]
+        width = max(counts)
+        padded = [
+            functional.pad(own[:count], (0, 0, 0, width - count)) for own, count in zip(before, counts, strict=True)
+        ]
+        tokens = [row.tokens[:count] + [0] * (width - count) for row, count in zip(rows, counts, strict=True)]
+        state = self._run(slots, tokens, torch.stack(padded), [row.length for row in rows])
+        for row, own, count in zip(rows, before, counts, strict=True):
+            row.length += count
+            row.tokens = row.tokens[count:]
+            row.before = [own[count:]] if row.tokens else []
+        last = torch.tensor([count - 1 for count in counts], device=state.device)
+        return state[torch.arange(len(rows), device=state.device), last].unsqueeze(1)
+
+    def _run(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], before: torch.Tensor, first: Sequence[int]
+    ) -> torch.Tensor:
+        """The head over as many tokens of each row, from its position on; what fills a row up lies behind its text.
+
+        There nothing looks at it: a token sees positions up to its own, and whoever stands there later writes first.
+        """
+        head, device, width = self.head, before.device, before.shape[1]
+        end = max(first) + width
+        self._make_room(end, before)
+        assert self.keys is not None
+        assert self.values is not None
+        where = torch.tensor(slots, device=device)
+        positions = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(width, device=device)
+        given = self.placed.embedding(torch.tensor(tokens, device=device)).to(before.dtype)
+        query, key, value = head.project(given, before, head.angles(positions, before.dtype))
+        self.keys[where.unsqueeze(1), :, positions] = key.transpose(1, 2)
+        self.values[where.unsqueeze(1), :, positions] = value.transpose(1, 2)
+        places = torch.arange(1, end, device=device)
+        mask = places <= positions[:, None, :, None]
+        mixed = functional.scaled_dot_product_attention(
+            query, self.keys[where, :, 1:end], self.values[where, :, 1:end], mask, enable_gqa=True
+        )
+        return head.finish(given, before, mixed)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        spread = logits.new_full((len(logits), self.placed.full_vocabulary), float("-inf"))
+        return spread.index_copy_(1, self.head.vocabulary, logits)
+
+    def _make_room(self, positions: int, like: torch.Tensor) -> None:
+        shape = self.head.shape
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if positions <= held:
+            return
+        room = max(positions, held * 3 // 2) + GROWTH
+        for name in ("keys", "values"):
+            new = like.new_zeros((self.slots, shape.key_value_heads, room, shape.head_size))
+            old = getattr(self, name)
+            if old is not None:
+                new[:, :, :held] = old
+            setattr(self, name, new)

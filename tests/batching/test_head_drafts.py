@@ -1,0 +1,98 @@
+"""Rows of a batch that draft by a learned head: every answer is the full model's, whatever the head says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from draft_heads import random_head, states_of
+from tiny_models import PROMPTS, tiny_model
+
+import depthdecay as dd
+from depthdecay.batching.batcher import Batcher, BatchSettings
+from depthdecay.engine.request import prepare_request
+from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.expected_gain import LEARNED
+from depthdecay.speculative.head_rows import HeadRows
+from depthdecay.speculative.head_text import PlacedHead
+
+MORE = [*PROMPTS, [(5 * place) % 90 + 3 for place in range(60)], [9, 8, 7]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 4, "temperature": 0.9, "top_k": 30}])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_answers_are_the_full_models(architecture: str, settings: dict[str, Any], windows: list[int]) -> None:
+    model = tiny_model(architecture)
+    engine = dd.Engine(model, draft_head=random_head(model, vocabulary=70))
+    asked = {**settings, "eos_token_id": None}
+    full = engine.generate(MORE, 24, mode="full", **asked)
+    for lookup in (0, 3):
+        results = engine.generate(MORE, 24, mode="lossless", lookup=lookup, **asked)
+        assert [result.token_ids for result in results] == [result.token_ids for result in full]
+        assert sum(result.drafted for result in results) > 0
+
+
+def test_prompts_in_pieces_and_rows_that_come_and_go(windows: list[int]) -> None:
+    model = tiny_model("llama")
+    engine = dd.Engine(model, draft_head=random_head(model))
+    expected = {
+        tuple(prompt): engine.generate([prompt], 20, mode="full", eos_token_id=None)[0].token_ids for prompt in MORE
+    }
+    batcher = Batcher(engine, BatchSettings(max_batch=3, prefill_tokens=16, cohort_seconds=0))
+    ids: dict[int, tuple[int, ...]] = {}
+    for prompt in [*MORE, *MORE]:
+        (number,) = batcher.submit(prepare_request(engine, [prompt], 20, {"eos_token_id": None}), mode="lossless")
+        ids[number] = tuple(prompt)
+    drafted = 0
+    while not batcher.is_idle:
+        for update in batcher.step():
+            assert update.error is None
+            if update.finished and update.result is not None:
+                assert update.result.token_ids == expected[ids.pop(update.id)]
+                drafted += update.result.drafted
+    assert not ids
+    assert drafted > 0
+    assert batcher.head is not None
+    assert not batcher.head.rows  # nothing of rows that have left
+
+
+def test_rows_draft_what_each_would_alone() -> None:
+    """Beside longer and shorter texts, and behind windows of which more or less was right."""
+    model = tiny_model("llama")
+    stack = LayerStack.of(model)
+    placed = PlacedHead(random_head(model), stack)
+    engine = dd.Engine(model)
+    texts = [[*MORE[0], 7, 8, 9, 10], [*MORE[-2], 3, 4], [*MORE[-1], 50, 51, 52, 53, 54, 55]]
+    rows = HeadRows(placed, slots=5)
+    slots = [4, 0, 2]
+    samplers = [engine._sampler(prepare_request(engine, [text], 8, {}), 0) for text in texts]
+    for certain in (-4, -3, -1):
+        expected = []
+        for slot, text in zip(slots, texts, strict=True):
+            known = text[:certain] if certain < -1 else text
+            states = states_of(stack, known, placed.states)
+            alone = placed.text()
+            alone.verified(known[1:], states)
+            alone.read()
+            drafts: list[int] = []
+            for _ in range(3):
+                drafts.append(int(alone.draft(drafts).argmax()))
+            expected.append(drafts)
+            done = 0 if slot not in rows.rows else rows.rows[slot].length - 1 + len(rows.rows[slot].tokens)
+            more = {layer: state[done:] for layer, state in states.items()}
+            rows.verified(slot, known[done + 1 :], more)
+        assert rows.draft(slots, 3, samplers, [0, 0, 0]) == expected
+
+
+def test_a_head_on_first_layers_leaves_batches_alone() -> None:
+    model = tiny_model("llama")
+    engine = dd.Engine(model, draft_head=random_head(model, first_layers=2))
+    assert Batcher(engine).head is None
+
+
+def test_what_drafted_is_told(windows: list[int]) -> None:
+    model = tiny_model("llama")
+    engine = dd.Engine(model, draft_head=random_head(model))
+    results = engine.generate(MORE, 60, mode="lossless", lookup=0, eos_token_id=None)
+    found = {source for result in results for source in result.draft_depths}
+    assert found <= {LEARNED, None}
