@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from draft_heads import random_head, states_of
-from tiny_models import PROMPTS, tiny_model
+from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.engine.request import prepare_request
 from depthdecay.model.layers import LayerStack
+from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
 from depthdecay.speculative.expected_gain import LEARNED
 from depthdecay.speculative.head_rows import HeadRows
 from depthdecay.speculative.head_text import PlacedHead
@@ -84,10 +87,18 @@ def test_rows_draft_what_each_would_alone() -> None:
         assert rows.draft(slots, 3, samplers, [0, 0, 0]) == expected
 
 
-def test_a_head_on_first_layers_leaves_batches_alone() -> None:
+def test_a_head_on_first_layers_leaves_batches_to_the_portable_one(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    engine = dd.Engine(model, draft_head=random_head(model, first_layers=2))
-    assert Batcher(engine).head is None
+    assert Batcher(dd.Engine(model, draft_head=random_head(model, first_layers=2))).head is None
+    random_head(model, first_layers=2).save(tmp_path / HEAD_FILE)
+    random_head(model).save(tmp_path / PORTABLE_HEAD_FILE)
+    replace(dd.Plan.full(LAYERS), draft_head=HEAD_FILE).save(tmp_path)
+    engine = dd.Engine(model, plan=tmp_path, mode="lossless")
+    assert engine.draft_head is not None
+    assert engine.draft_head.shape.first_layers == 2
+    found = Batcher(engine).head
+    assert found is not None
+    assert found.head.shape.first_layers == 0
 
 
 def test_what_drafted_is_told(windows: list[int]) -> None:

@@ -35,7 +35,7 @@ from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.kv_blocks import KVBlocks
-from depthdecay.speculative.draft_head import DraftHead, head_of
+from depthdecay.speculative.draft_head import DraftHead, head_of, portable_head_of
 from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
 from depthdecay.speculative.drafters import Lane
 from depthdecay.speculative.expected_gain import LONGEST
@@ -485,7 +485,10 @@ class Engine:
             return None
         self._prepared_drafting()
         placed = self._placed_head
-        return placed if placed is not None and not placed.head.shape.first_layers else None
+        if placed is not None and not placed.head.shape.first_layers:
+            return placed
+        other = portable_head_of(self.drafting_plan)
+        return None if other is None else placed_head(other, self.stack)
 
     def _sampler(self, request: Request, row: int | None = None) -> Sampler:
         """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate."""

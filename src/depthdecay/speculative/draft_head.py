@@ -258,6 +258,12 @@ def head_of(plan: Plan) -> DraftHead | None:
     return DraftHead.load(plan.folder / plan.draft_head)
 
 
+def portable_head_of(plan: Plan) -> DraftHead | None:
+    """The head in the form that other engines load, where one lies beside a plan."""
+    file = None if plan.folder is None else plan.folder / PORTABLE_HEAD_FILE
+    return DraftHead.load(file) if file is not None and file.is_file() else None
+
+
 def final_norm(stack: LayerStack) -> torch.Tensor | None:
     """The weight of the norm behind the last layer, where it is one that only scales."""
     norm = getattr(stack.owner, "norm", None)
