@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from depthdecay.errors import DepthDecayError, PlanMismatchError, one_line
+from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.tensor_files import read_tensors, write_tensors
 from depthdecay.plan.ladder import runs_of
 from depthdecay.plan.plan import Plan
 
 REPAIRS_FILE = "repairs.safetensors"
-_FORMAT = "depthdecay-repairs"
-_VERSION = "1"
+_KIND = ("depthdecay-repairs", "1")
 _PARTS = ("down", "up", "bias", "gate", "lift", "out")
 _LONGEST_TEXT = 2**24
 
@@ -162,8 +162,6 @@ class Repairs:
 
     def save(self, file: Path) -> Path:
         """One safetensors file: each map once, and which depth uses which."""
-        from safetensors.torch import save
-
         numbers: dict[int, int] = {}
         tensors: dict[str, torch.Tensor] = {}
         table: dict[str, list[list[int]]] = {}
@@ -177,42 +175,23 @@ class Repairs:
                 table[str(depth)].append([repair.start, repair.end, numbers[id(repair)]])
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary.to(torch.int32).cpu()
-        about = {"format": _FORMAT, "version": _VERSION, "depths": json.dumps(table)}
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            from depthdecay.files import write_whole
-
-            return write_whole(file, save(tensors, about))
-        except OSError as error:
-            raise DepthDecayError(f"the repairs cannot be written to {file}: {error.strerror or error}") from None
+        about = {"format": _KIND[0], "version": _KIND[1], "depths": json.dumps(table)}
+        return write_tensors(file, tensors, about, "repairs")
 
     @classmethod
     def load(cls, file: Path) -> Repairs:
-        from safetensors import safe_open
+        return read_tensors(file, _KIND, "repairs", cls._of)
 
-        try:
-            with safe_open(file, "pt") as content:
-                about: dict[str, Any] = content.metadata() or {}
-                if about.get("format") != _FORMAT or about.get("version") != _VERSION:
-                    raise DepthDecayError(f"{file} is no file of repairs that this release reads")
-                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-            table = json.loads(about["depths"])
-            maps: dict[tuple[int, int, int], Repair] = {}
-            at_depth: dict[int, tuple[Repair, ...]] = {}
-            for depth, entries in table.items():
-                for start, end, number in entries:
-                    parts = _parts_of(tensors, start, end, number)
-                    if not all(torch.isfinite(part).all() for part in parts):
-                        raise DepthDecayError(f"{file} holds numbers that are not finite")
-                    maps.setdefault((start, end, number), Repair(start, end, *parts))
-                at_depth[int(depth)] = tuple(maps[tuple(entry)] for entry in entries)
-            return cls(at_depth, tensors.get("vocabulary"))
-        except DepthDecayError:
-            raise
-        except FileNotFoundError:
-            raise DepthDecayError(f"the plan's repairs are missing: there is no {file}") from None
-        except Exception as error:
-            raise DepthDecayError(f"{file} cannot be read as repairs: {one_line(error)}") from None
+    @classmethod
+    def _of(cls, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> Repairs:
+        maps: dict[tuple[int, int, int], Repair] = {}
+        at_depth: dict[int, tuple[Repair, ...]] = {}
+        for depth, entries in json.loads(about["depths"]).items():
+            for start, end, number in entries:
+                parts = _parts_of(tensors, start, end, number)
+                maps.setdefault((start, end, number), Repair(start, end, *parts))
+            at_depth[int(depth)] = tuple(maps[tuple(entry)] for entry in entries)
+        return cls(at_depth, tensors.get("vocabulary"))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Repairs | None:

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from depthdecay.errors import DepthDecayError, PlanMismatchError, one_line
-from depthdecay.files import write_whole
+from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.model.layers import LayerStack
+from depthdecay.model.tensor_files import read_tensors, write_tensors
 from depthdecay.plan.plan import Plan
 
 HEAD_FILE = "draft_head.safetensors"
 PORTABLE_HEAD_FILE = "portable_head.safetensors"  # in the form that other engines load
-_FORMAT, _VERSION = "depthdecay-draft-head", "1"
+_KIND = ("depthdecay-draft-head", "1")
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, positions, size)
 
@@ -177,46 +177,19 @@ class DraftHead(nn.Module):
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
     def save(self, file: Path) -> Path:
-        from safetensors.torch import save
-
         tensors = {name: _packed(tensor.detach().cpu().contiguous()) for name, tensor in self.state_dict().items()}
         tensors["vocabulary"] = tensors["vocabulary"].to(torch.int32)
-        about = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "shape": json.dumps(asdict(self.shape)),
-            "right": str(self.right),
-        }
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            return write_whole(file, save(tensors, about))
-        except OSError as error:
-            raise DepthDecayError(f"the draft head cannot be written to {file}: {error.strerror or error}") from None
+        kind = dict(zip(("format", "version"), _KIND, strict=True))
+        about = {**kind, "shape": json.dumps(asdict(self.shape)), "right": str(self.right)}
+        return write_tensors(file, tensors, about, "draft head")
 
     @classmethod
     def load(cls, file: Path) -> DraftHead:
-        from safetensors import safe_open
-
-        try:
-            with safe_open(file, "pt") as content:
-                about: dict[str, Any] = content.metadata() or {}
-                if about.get("format") != _FORMAT or about.get("version") != _VERSION:
-                    raise DepthDecayError(f"{file} is no draft head that this release reads")
-                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-            head = cls._of(json.loads(about["shape"]), tensors, file)
-            head.right = min(max(float(about["right"]), 0.0), 1.0)
-            return head
-        except DepthDecayError:
-            raise
-        except FileNotFoundError:
-            raise DepthDecayError(f"the plan's draft head is missing: there is no {file}") from None
-        except Exception as error:
-            raise DepthDecayError(f"{file} cannot be read as a draft head: {one_line(error)}") from None
+        return read_tensors(file, _KIND, "draft head", cls._of)
 
     @classmethod
-    def _of(cls, shape: Mapping[str, Any], tensors: dict[str, torch.Tensor], file: Path) -> DraftHead:
-        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-            raise DepthDecayError(f"{file} holds numbers that are not finite")
+    def _of(cls, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> DraftHead:
+        shape = json.loads(about["shape"])
         with torch.device("meta"):
             head = cls(
                 HeadShape(**{**shape, "states": tuple(shape["states"])}),
@@ -225,6 +198,7 @@ class DraftHead(nn.Module):
             )
         tensors["vocabulary"] = tensors["vocabulary"].long()
         head.load_state_dict(tensors, assign=True)
+        head.right = min(max(float(about["right"]), 0.0), 1.0)
         return head.requires_grad_(False)
 
 
