@@ -12,6 +12,7 @@ from saved_model import save_tiny_chat_model
 from tiny_models import LAYERS, tiny_model
 
 import depthdecay as dd
+from depthdecay.bench import contenders
 from depthdecay.bench import cpu as bench_cpu
 from depthdecay.bench.cpu import benchmark_precisions, run_cpu_bench
 from depthdecay.errors import DepthDecayError
@@ -51,6 +52,25 @@ def test_a_model_by_name_is_loaded_in_both_number_types(tmp_path: Path) -> None:
     ours = ["full bfloat16", "decay bfloat16", "full int8", "decay int8"]
     assert [row.title for row in report.rows] == ["generate float32", "generate bfloat16", *ours]
     assert json.loads(file.read_text())["rows"] == report.to_dict()["rows"]
+
+
+def test_warming_up_takes_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other work on the machine a whole run of each peer takes minutes, and is not even counted."""
+    asked: list[int] = []
+    whole = contenders.transformers_decoding
+
+    def noted(model: Any, prompts: torch.Tensor, new_tokens: int, **settings: Any) -> contenders.Decode:
+        decode = whole(model, prompts, new_tokens, **settings)
+
+        def decode_and_note() -> tuple[float, int | None]:
+            asked.append(new_tokens)
+            return decode()
+
+        return decode_and_note
+
+    monkeypatch.setattr("depthdecay.bench.cpu.transformers_decoding", noted)
+    bench(precisions=("int8",), new_tokens=16, rounds=1)
+    assert asked == [4, 4, 16, 16]
 
 
 def test_one_precision_alone() -> None:

@@ -202,7 +202,7 @@ def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (["--shape", "llama-9"], "llama-9"),
         (["--shape", "tiny", "--model", "x"], "--model"),
-        (["--shape", "tiny", "--new-tokens", "1"], "--new-tokens"),
+        (["--shape", "tiny", "--new-tokens", "1"], "--max-new-tokens"),
         (["--shape", "tiny", "--batch", "0"], "--batch"),
         (["--shape", "tiny", "--methods", "warp"], "warp"),
         (["--shape", "tiny", "--speedup", "9"], "9"),

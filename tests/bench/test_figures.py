@@ -143,7 +143,7 @@ def test_labels_are_moved_apart_and_stay_in_order() -> None:
 
 def test_without_matplotlib_the_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DepthDecayError, match=r"pip install depthdecay\[plot\]"):
+    with pytest.raises(DepthDecayError, match=r"pip install '\.\[plot\]'"):
         drawing.require_drawing()
 
 

@@ -60,3 +60,16 @@ def test_a_wider_search_is_no_worse_and_a_late_one_ends() -> None:
     assert sum(wide.kls) <= sum(greedy.kls) + 1e-9
     late = search_on(recording, seconds=0.0).run(influence)
     assert len(late.order) == LAYERS - 4
+
+
+def test_when_its_time_is_over_a_search_measures_nothing_more() -> None:
+    recording = Recording.of(LayerStack.of(tiny_model("llama")), random_texts(16, 12), rows=8)
+    influence = block_influence(recording)
+    saved: list[list[Found]] = []
+    over = search_on(recording, latest=0.0, save=saved.append).run(influence)
+    assert len(saved) == 1  # the first rung gives the others their promise
+    assert over.order[0] == saved[0][0].order[0]
+    assert len(set(over.order)) == len(over.kls) == LAYERS - 4
+    rest = [over.promise[layer] for layer in over.order[1:]]
+    assert rest == sorted(rest)
+    assert list(over.kls) == sorted(over.kls)

@@ -194,6 +194,8 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     assert len(run.fit.batches) == 1
     plan = run.make(Goal(lossless=True)).plan
     assert plan.repairs
+    fitted = [line for line in said if line.startswith("fitting maps for drafts")]
+    assert len(fitted) == 2 * len(hurried.maps)  # the first depth, which tells how long one takes, and the last
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "going on with the texts of an interrupted run" in said

@@ -589,7 +589,7 @@ def test_eval_knows_lossless_as_a_mode() -> None:
         (["--mode", "lossless", "--shape", "tiny"], ["--limit", "5"], "--mode lossless and --prompts"),
         (["--mode", "lossless", "--shape", "tiny"], ["--peers", "none"], "--mode lossless and --prompts"),
         (["--mode", "lossless", "--shape", "tiny"], ["--plan", "default"], "--mode lossless and --prompts"),
-        (["--mode", "lossless", "--shape", "tiny"], ["--new-tokens", "8"], "--mode lossless and --prompts"),
+        (["--mode", "lossless", "--shape", "tiny"], ["--max-new-tokens", "8"], "--mode lossless and --prompts"),
         (["--mode", "lossless", "--prompts", "p.txt"], ["--prompt-tokens", "8"], "--mode lossless and --shape"),
         (["--mode", "lossless", "--prompts", "p.txt"], ["--speedup", "1.1"], "--shape"),
         (["--mode", "lossless", "--prompts", "p.txt"], ["--rounds", "3"], "--shape"),

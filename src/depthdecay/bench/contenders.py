@@ -26,6 +26,7 @@ class Contender:
 
     title: str
     decode: Decode
+    warm_up: Decode | None = None  # a shorter run that leaves nothing to be done for the first time; else a whole one
     seconds: list[float] = field(default_factory=list)
     setup_seconds: float = 0.0
     layers_executed: int | None = None
@@ -37,6 +38,13 @@ class Contender:
         started = time.perf_counter()
         self.measure(keep=False)
         self.setup_seconds = time.perf_counter() - started
+
+    def warm(self) -> None:
+        """Before the rounds. Not timed, so as short as can be: beside other work on the machine a run takes minutes."""
+        try:
+            (self.warm_up or self.decode)()
+        except Exception as error:
+            self.error = failure(error)
 
     def measure(self, keep: bool = True) -> None:
         if self.error is not None:

@@ -8,6 +8,7 @@ the first draft of a window is made; the later ones, behind other drafts, do a l
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,8 @@ def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Gain]]
     simulator = Simulator(select)
     found = []
     for depth in range(max(least, 1), max(int(MOST_DEPTH * layers), least) + 1):
+        if depth not in maps.at_depth:
+            continue
         measured = simulator.measure(_at(run.ladder_plan, depth, depth), maps.only({depth}))
         found.append(expected(depth, measured.agreement, (costs.at(depth) - spared) / costs.full()))
         run.say(
@@ -104,13 +107,18 @@ def _as_drafts(recording: Recording) -> Recording:
 
 
 def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
-    """Maps of every depth of the ladder."""
+    """Maps of every depth of the ladder; where time is short, of as many as the rest is enough for, and of the last."""
     run.forget_traces()
     trace, at_depth = Trace(fit), {}
     left, order = time_left(), run.found.order
-    for done, layer in enumerate(order, start=1):
-        trace = trace.without([layer], size)
-        depth = run.stack.num_layers - len(trace.dropped)
+    started, done, step = time.monotonic(), 0, 1
+    while done < len(order):
+        trace = trace.without(order[done : done + step], size)
+        if done == 0:
+            rest = max(1, len(order) - 1)
+            step = -(-rest // run.time.affordable(rest, time.monotonic() - started))
+        done = len(trace.dropped)
+        depth = run.stack.num_layers - done
         at_depth[depth] = trace.repairs
         run.say(f"fitting maps for drafts at {depth} layers{left(done, len(order))}")
     return Repairs(at_depth)

@@ -76,7 +76,8 @@ class Calibration:
         def told(message: str, done: int, total: int) -> None:
             self.say(f"searching the ladder, {message}{left(done, total)}")
 
-        seconds = self.time.left_of(SEARCH_SHARE) if self.time.is_bounded else 60 * settings.minutes
+        # Hastened half-way: a rung is then one trial.
+        seconds = self.time.left_of(SEARCH_SHARE) / 2 if self.time.is_bounded else 60 * settings.minutes
         self.say("looking for layers to spare …")
         kept = self.work.read("search")
         search = Search(
@@ -90,6 +91,7 @@ class Calibration:
             width=settings.width,
             first_width=settings.first_width,
             seconds=seconds,
+            latest=self.time.left_of(SEARCH_SHARE) if self.time.is_bounded else None,
             progress=told,
             save=lambda beam: self.work.write("search", [found.to_dict() for found in beam]),
         )

@@ -53,7 +53,8 @@ class Search:
     beam: int = 2
     width: int = 5  # layers that each ladder tries at a rung
     first_width: int | None = None  # the same at the first rung; all layers where None
-    seconds: float | None = None  # after which one ladder goes on, by promise alone
+    seconds: float | None = None  # after which one ladder goes on, with the most promising layer of each rung
+    latest: float | None = None  # after which nothing more is measured: the rest goes by promise alone
     progress: Callable[[str, int, int], None] = lambda message, done, total: None
     save: Callable[[list[Found]], None] = lambda beam: None
 
@@ -74,13 +75,29 @@ class Search:
         traces = {found.order: self._trace(found.order) for found in beam}
         total = num_layers - self.lowest_depth
         while len(beam[0].order) < total:
-            late = self.seconds is not None and time.monotonic() - started > self.seconds
+            elapsed = time.monotonic() - started
+            if beam[0].order and self.latest is not None and elapsed > self.latest:
+                return self._by_promise(beam[0], total)
+            late = self.seconds is not None and elapsed > self.seconds
             beam, traces = self._next_rung(beam[:1] if late else beam, traces, hasten=late)
             self.save(beam)
             best = beam[0]
             message = f"depth {num_layers - len(best.order)}: without layer {best.order[-1]}, KL {best.last:.4f}"
             self.progress(message, len(best.order), total)
         return beam[0]
+
+    def _by_promise(self, found: Found, total: int) -> Found:
+        """The rest of a ladder from what its layers cost when they were last tried."""
+        while len(found.order) < total:
+            layer = self._by_cost(found)[0]
+            kl = found.last + found.promise[layer]
+            found = Found((*found.order, layer), (*found.kls, kl), found.promise)
+        return found
+
+    def _by_cost(self, found: Found) -> list[int]:
+        """The layers that are left, the most promising first."""
+        left = (layer for layer in self.candidates if layer not in found.order)
+        return sorted(left, key=lambda layer: (found.promise[layer] / self.layer_costs[layer], layer))
 
     def _trace(self, order: Sequence[int]) -> Trace:
         trace = Trace(self.recording)
@@ -94,8 +111,7 @@ class Search:
         """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers."""
         tried: dict[frozenset[int], tuple[float, Found, Trace]] = {}
         for found in beam:
-            left = [layer for layer in self.candidates if layer not in found.order]
-            left.sort(key=lambda layer, found=found: (found.promise[layer] / self.layer_costs[layer], layer))  # type: ignore[misc]
+            left = self._by_cost(found)
             promise = dict(found.promise)
             trials = left[: 1 if hasten else self._width(found)]
             for layer in trials:

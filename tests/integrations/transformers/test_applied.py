@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import (
     Gemma3Config,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
 )
@@ -175,6 +178,27 @@ def test_threads_take_turns() -> None:
         results = list(pool.map(lambda prompt: engine.generate([prompt], 16)[0].token_ids, PROMPTS * 2))
     assert results == expected
     assert_same(model, before)
+
+
+def test_leaving_while_a_thread_generates_is_told() -> None:
+    model, begun, go = tiny_model(), threading.Event(), threading.Event()
+
+    def wait(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(60)
+        return scores
+
+    slow = LogitsProcessorList([wait])
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "logits_processor": slow}
+    with ThreadPoolExecutor(1) as pool:
+        block = contextlib.ExitStack()
+        block.enter_context(dd.applied(model, dd.Plan.decay(LAYERS, 1)))
+        running = pool.submit(model.generate, torch.tensor([PROMPTS[0]]), **settings)
+        assert begun.wait(60)
+        with pytest.warns(UserWarning, match=r"left while other threads were generating \(1\)"):
+            block.close()
+        go.set()
+        running.result()
 
 
 def test_a_copy_made_inside_is_refused() -> None:

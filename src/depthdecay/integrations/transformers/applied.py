@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,6 +76,12 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             yield account
         finally:
             driver.seal_decayed_caches()
+            if driver.generations:
+                warnings.warn(
+                    f"depthdecay.applied was left while other threads were generating ({driver.generations}): they go "
+                    "on at full depth, or fail where layers have been dropped already",
+                    stacklevel=3,
+                )
 
 
 def _refuse_generate_batch(_original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +110,7 @@ class _Driver:
         self.thread = _PerThread()
         self.token_index: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
         self.last_dropped: weakref.WeakKeyDictionary[Cache, frozenset[int]] = weakref.WeakKeyDictionary()
+        self.generations = 0  # that run now, in whichever threads
         self.newest: weakref.ref[Cache] | None = None  # whose tokens are in the account
 
     def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,10 +134,14 @@ class _Driver:
             if config.cache_implementation == "paged":
                 raise DepthDecayError("depth decay does not work with the paged cache; leave cache_implementation out")
             self.thread.awaits_prompt = True
+            with self.lock:
+                self.generations += 1
             try:
                 return generate(*args, **kwargs)
             finally:
                 self.thread.awaits_prompt = False
+                with self.lock:
+                    self.generations -= 1
 
         return checked_generate
 
