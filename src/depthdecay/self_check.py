@@ -23,6 +23,7 @@ from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 
 NEW_TOKENS = 24
+BITS_TOKENS = 96  # where windows are held against single steps: enough for several of each length
 _TEXTS = (
     "Why is the sky blue?",
     "Write one sentence about the sea, and one about the mountains behind it.",
@@ -164,6 +165,8 @@ def check_model(
 
     lossless = [engine.generate([prompt], new_tokens, mode="lossless", do_sample=False)[0] for prompt in prompts]
     yield _compare("lossless equals full depth", [r.token_ids for r in lossless], [r.token_ids for r in single], hint)
+    if engine.uses_graphs:
+        yield _check_compiled(Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights), prompts)
 
     if plan is None:
         yield CheckRow("decay", True, "skipped: a model of one layer has none to drop")
@@ -195,6 +198,20 @@ def check_model(
         not differences,
         "; ".join(differences[:3]) or f"{modules} modules, weights and configuration as before",
     )
+
+
+def _check_compiled(engine: Engine, prompts: list[list[int]]) -> CheckRow:
+    """Compiled layers, as answers run by default: where bits are said not to depend on windows, answers must not."""
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    full, lossless = (
+        [engine.generate([prompt], BITS_TOKENS, mode=mode, **settings)[0] for prompt in prompts]
+        for mode in ("full", "lossless")
+    )
+    name = "compiled lossless equals compiled full depth"
+    row = _compare(name, [r.token_ids for r in lossless], [r.token_ids for r in full], "")
+    if lossless[0].exact:
+        return CheckRow(name, row.passed, f"{row.detail}, exact: yes")
+    return CheckRow(name, True, f"exact: no, near-ties may flip ({lossless[0].inexact_because}); {row.detail}")
 
 
 def reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:

@@ -21,6 +21,7 @@ from depthdecay.model.kv_cache import bucket_for
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import Part
+from depthdecay.self_check import check_model
 from depthdecay.speculative.expected_gain import LEARNED, TrackRecord
 
 pytestmark = [
@@ -221,6 +222,15 @@ def test_a_second_engine_says_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
     plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[1, 2])
     lossless = dd.Engine(model, plan=plan, compile=True).generate(PROMPTS[:1], 200, mode="lossless", eos_token_id=None)
     assert lossless[0].token_ids == full.token_ids
+
+
+def test_check_tells_of_bits() -> None:
+    rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16))}
+    found = rows["compiled lossless equals compiled full depth"]
+    assert found.passed
+    assert "exact: yes" in found.detail
+    rows = {row.name: row for row in check_model(model_of("mixtral", torch.bfloat16, **INEXACT["mixtral"][0]))}
+    assert "exact: no" in rows["compiled lossless equals compiled full depth"].detail
 
 
 @pytest.mark.parametrize("architecture", INEXACT)
