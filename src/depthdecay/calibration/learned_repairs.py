@@ -214,7 +214,9 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
     if run.stack.model.dtype == torch.float16:
         run.say("maps do not learn in float16, where gradients vanish; load the model in bf16 or fp32 for that")
         return repairs, None
-    settings = LearningSettings(minutes=run.settings.learning_minutes, rows=run.settings.rows, seed=run.settings.seed)
+    settings = LearningSettings(
+        minutes=run.settings.learning_minutes, rows=max(1, run.settings.rows // 2), seed=run.settings.seed
+    )
     learning = LearnedRepairs(run.stack, plan, repairs, run.fit_texts, run.select, settings, run.say)
     better = learning.learn()
     prompts = [text.prompt for text in run.held_out_texts]
