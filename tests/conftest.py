@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from tiny_models import ARCHITECTURES
 
+from depthdecay.batching.drafting import BatchDrafting, BatchPace, CPUPace, Found
 from depthdecay.model import gguf_convert
 from depthdecay.model import load as models
 from depthdecay.speculative.expected_gain import TrackRecord
@@ -77,6 +78,13 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(sure)
         return len(asked) % 7 != 0
 
+    def cut(self: BatchDrafting, found: Sequence[Found], rows: int) -> list[Found]:
+        return [(drafts, tokens[: drafts.lookup.window()]) for drafts, tokens in found]
+
     monkeypatch.setattr(TrackRecord, "window", window)
     monkeypatch.setattr(TrackRecord, "goes_on", goes_on)
+    monkeypatch.setattr(BatchDrafting, "_worth_it", cut)
+    monkeypatch.setattr(CPUPace, "_drafts", lambda *_: 0.0)
+    monkeypatch.setattr(CPUPace, "has_begun", True)
+    monkeypatch.setattr(CPUPace, "longest_after", BatchPace.longest_after)
     return lengths

@@ -60,7 +60,9 @@ def test_drafts_that_are_right_are_kept(windows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
-def test_rows_advance_by_different_amounts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_advance_by_different_amounts(
+    architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts that are right for one row and wrong for another, many times over."""
     engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3]))
     expected = token_ids(engine, "full", PROMPTS, 60, eos_token_id=None)
@@ -169,7 +171,7 @@ def test_lookup_is_used_and_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_rows_of_a_batch_look_up_in_their_own_texts(architecture: str) -> None:
+def test_rows_of_a_batch_look_up_in_their_own_texts(architecture: str, windows: list[int]) -> None:
     model = tiny_model(architecture)
     engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3]))
     looping = [[7, 8, 9, 10, 11, 12] * 4, [20, 21, 22] * 5, PROMPTS[0]]

@@ -88,7 +88,7 @@ def calibrate(
     one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
     the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
     suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `learn` are minutes of
-    gradient steps for the maps of each plan, 10 on a GPU and none elsewhere; Ctrl-C ends them early, with the best maps
+    gradient steps for the maps of each plan, none unless you ask; Ctrl-C ends them early, with the best maps
     so far. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.

@@ -55,7 +55,9 @@ class HeadFit:
         given = batch.states[:, :-1][places].float()
         if self.head.join is not None:
             given = torch.cat([given, batch.tokens[:, 1:][places].float()], dim=-1)
-        wanted = batch.said[:, 1:][places].float() / self.head.norm.weight.detach().float().clamp(min=1e-3)
+        scale = self.head.norm.weight.detach().float()
+        is_small = scale.abs() < 1e-3  # nothing of the state is left there
+        wanted = (batch.said[:, 1:][places].float() / scale.masked_fill(is_small, 1.0)).masked_fill(is_small, 0.0)
         return given, wanted
 
     def windows(self, batch: TextStates, drafts: int) -> Iterator[torch.Tensor]:

@@ -28,7 +28,7 @@ class CalibrationSettings:
     lowest_share: float = 0.5  # the search goes down to this share of the layers
     minutes: float = 8.0  # of search, after which it is hastened
     whole_minutes: float | None = None  # for all of it, where somebody said so: fewer texts, a shorter search
-    learning_minutes: float = 10.0  # of gradient steps for the maps of each plan, at most; 0 for none
+    learning_minutes: float = 0.0  # of gradient steps for the maps of each plan, at most; 0 for none
     seed: int = 0
     # Sizes of maps to choose from, by KL at equal cost.
     maps: tuple[FitSettings, ...] = (
@@ -60,7 +60,6 @@ class CalibrationSettings:
             first_width=8,
             lowest_share=0.7,
             minutes=3.0,
-            learning_minutes=0.0,
             maps=(FitSettings(64, 64, 0.03),),
             ridges=(),
             warmups=(0.15,),

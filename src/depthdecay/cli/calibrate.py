@@ -55,7 +55,7 @@ def calibrate(
     width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
     minutes: Annotated[float | None, _effort(help="For the whole, about; else as suits the device.")] = None,
     learn: Annotated[
-        float | None, _effort(metavar="MINUTES", help="Gradient steps for the maps, a plan [10 on a GPU, else 0].")
+        float | None, _effort(metavar="MINUTES", help="Gradient steps for the maps of each plan [0].")
     ] = None,
     seed: Annotated[int, _effort(help="Deals out the prompts, and writes them where none are given.")] = 0,
 ) -> None:

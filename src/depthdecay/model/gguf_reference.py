@@ -218,10 +218,13 @@ def _added_around_text(tokenizer: Any, fields: TokenizerFields) -> list[str]:
 
 
 def _named_ids(tokenizer: Any, fields: TokenizerFields) -> list[str]:
-    named = {"bos": fields.bos, "eos": fields.eos, "unk": fields.unknown, "pad": fields.padding}
-    found = {name: getattr(tokenizer, f"{name}_token_id") for name in named}
+    named = {
+        **{"bos_token_id": fields.bos, "eos_token_id": fields.eos},
+        **{"unk_token_id": fields.unknown, "pad_token_id": fields.padding},
+    }
+    found = {name: getattr(tokenizer, name) for name in named}
     return [
-        f"{name}_token_id is {found[name]}, in the file {index}"
+        f"{name} is {found[name]}, in the file {index}"
         for name, index in named.items()
         if index is not None and found[name] != index
     ]
