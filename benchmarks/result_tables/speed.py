@@ -149,7 +149,7 @@ WITHOUT_LOSS: tuple[Column, ...] = (
     ("answers that differ", parted),
 )
 WITHOUT_LOSS_NOTE = (
-    "Speed-ups are against our own full depth, answer by answer in turns. When these were measured, a pass over several "
+    "Speed-ups are against our own full depth, answer by answer in turns. When these were measured, a pass over some "
     "tokens rounded differently in 16 bits than one over a single token, so near-ties could flip. "
     "[All methods, margins and commands](docs/RESULTS.md#lossless-mode)."
 )
