@@ -142,7 +142,7 @@ class DrafterLesson:
     def _fitted(self, shape: HeadShape, share: float, time_share: float) -> _Fitted:
         """A head of this shape, fitted by this share of all steps, within a share of the time that is left."""
         settings = self.settings
-        seconds = max(1.0, (self.ends - time.monotonic()) * time_share) if math.isfinite(self.seconds) else math.inf
+        seconds = max(0.0, (self.ends - time.monotonic()) * time_share) if math.isfinite(self.seconds) else math.inf
         name = f"a head on {shape.first_layers} layers" if shape.first_layers else "a head"
         name += " for other engines" if shape.states != outer_states(self.stack.num_layers) else ""
         fit = self._states(shape, [text for text, _ in self.fit], f"{name}: reading texts")
