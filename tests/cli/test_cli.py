@@ -505,7 +505,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "plan")
     arguments = ("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST)
-    result = run(*arguments, "--speedup", "1.2", "--also", "1.1", "--lossless")
+    result = run(*arguments, "--speedup", "1.2", "--also", "1.1", "--lossless", "--drafter", "layers")
     assert result.exit_code == 0, result.output
     assert "held out: KL" in result.stdout
     assert "promise" not in result.stdout  # a speed-up was asked for, no quality
@@ -537,7 +537,8 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
 
 def test_a_plan_to_draft_with_is_calibrated_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "plan")
-    result = run("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST, "--lossless")
+    by_layers = ("--lossless", "--drafter", "layers")
+    result = run("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST, *by_layers)
     assert result.exit_code == 0, result.output
     assert "of drafts right" in result.stdout
     exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")

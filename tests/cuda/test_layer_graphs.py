@@ -30,6 +30,7 @@ from depthdecay.cuda.capture_or_fallback import Graphs
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged, parts_for
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
+from depthdecay.errors import GuessedPlanWarning
 from depthdecay.runners.contract import Ask, Part, Profile
 
 # What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.
@@ -105,6 +106,7 @@ def steps_of(batcher: Batcher) -> LayerGraphs:
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # none of them is given up
+        warnings.simplefilter("ignore", GuessedPlanWarning)
         check_random_arrivals(tiny_model(architecture), seed=1)
 
 
@@ -113,6 +115,7 @@ def test_lossless_rows_draft_among_others(architecture: str, monkeypatch: pytest
     model, windows = tiny_model(architecture), Windows(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", GuessedPlanWarning)
         batcher = check_random_arrivals(model, seed=5, modes=("lossless", "lossless", "decay", "full"), windows=windows)
         assert 0 < batcher.counters.accepted < batcher.counters.drafted
         windows.texts.clear()
@@ -280,6 +283,7 @@ def test_compiled_pieces_serve_all_layers_of_a_kind(
     numbers = [submit(batcher, prompt, 9, plan, "decay") for prompt in PROMPTS]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", GuessedPlanWarning)
         updates = list(run_dry(batcher))
     for number, prompt in zip(numbers, PROMPTS, strict=True):
         expected = Engine(model, None, plan).generate([prompt], 9)[0].token_ids

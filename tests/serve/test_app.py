@@ -43,7 +43,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from depthdecay import DepthDecayError, Engine, Plan  # noqa: E402
 from depthdecay.batching.batcher import BatchSettings, Update  # noqa: E402
-from depthdecay.batching.drafting import RowDrafts  # noqa: E402
+from depthdecay.batching.drafting import BatchDrafting, BatchPace, CPUPace, RowDrafts  # noqa: E402
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
@@ -272,8 +272,10 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
         return text[len(self.text.text) : len(self.text.text) + longest]
 
     monkeypatch.setattr(RowDrafts, "found", found)
-    monkeypatch.setattr(TrackRecord, "window", lambda _: 4)
     monkeypatch.setattr(TrackRecord, "best_rate", property(lambda drafter: 1.0 if drafter.depth else 2.0))
+    monkeypatch.setattr(BatchDrafting, "_worth_it", lambda _, found, rows: [(row, tokens[:4]) for row, tokens in found])
+    monkeypatch.setattr(CPUPace, "has_begun", True)
+    monkeypatch.setattr(CPUPace, "longest_after", BatchPace.longest_after)
     ask = {"prompt": "abcabc", "max_tokens": 24, "temperature": 0, "depth_decay": {"mode": "lossless"}}
     with running(engine, BATCH) as server:
         whole = post(server, ask).json()

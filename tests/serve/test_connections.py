@@ -177,7 +177,7 @@ def test_a_port_is_taken_but_not_yet_listened_to() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        with pytest.raises(DepthDecayError, match="port in use"):
+        with pytest.raises(DepthDecayError, match="port is in use"):
             bind("127.0.0.1", port)
 
 
