@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from depthdecay.engine.sampling import Sampler, pick_tokens
-from depthdecay.speculative.head_text import GROWTH, LONGEST_READ, PlacedHead
+from depthdecay.speculative.head_text import LONGEST_READ, HeadText, PlacedHead
 
 TOGETHER = 16  # certain tokens of a row that are read beside those of others; more are read before
 
@@ -54,7 +54,7 @@ class HeadRows:
         state = self._read(slots, TOGETHER)
         drafts: list[list[int]] = [[] for _ in slots]
         for place in range(count):
-            logits = self._spread(self.placed.logits(state[:, -1]))
+            logits = self.placed.over_vocabulary(self.placed.logits(state[:, -1]))
             picked = pick_tokens(samplers, [index + place for index in first], logits, drafts)
             for row, token in zip(drafts, picked, strict=True):
                 row.append(token)
@@ -106,16 +106,12 @@ class HeadRows:
         )
         return head.finish(given, before, mixed)
 
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        spread = logits.new_full((len(logits), self.placed.full_vocabulary), float("-inf"))
-        return spread.index_copy_(1, self.head.vocabulary, logits)
-
     def _make_room(self, positions: int, like: torch.Tensor) -> None:
         shape = self.head.shape
         held = 0 if self.keys is None else self.keys.shape[2]
         if positions <= held:
             return
-        room = max(positions, held * 3 // 2) + GROWTH
+        room = HeadText.grown(held, positions)
         for name in ("keys", "values"):
             new = like.new_zeros((self.slots, shape.key_value_heads, room, shape.head_size))
             old = getattr(self, name)

@@ -59,6 +59,11 @@ class PlacedHead:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.head.norm(states), self.weight, self.bias)
 
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of its own tokens among those of all: samplers know tokens by their place in the vocabulary."""
+        spread = logits.new_full((len(logits), self.full_vocabulary), float("-inf"))
+        return spread.index_copy_(1, self.head.vocabulary, logits)
+
 
 class HeadText:
     """One text. Position j is that of token x_j, read beside the full model's states of position j - 1.

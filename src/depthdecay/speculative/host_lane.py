@@ -113,7 +113,8 @@ class HostLane:
             said = self.runner.run([part], Ask(short=self.short_head))
             logits, ids = said.logits, said.ids
         if ids is None or not self.sampler.is_plain_greedy:
-            logits = logits if ids is None else self._spread(logits, ids)
+            if ids is not None and self.draft_head is not None:  # a short output matrix serves greedy drafts alone
+                logits = self.draft_head.over_vocabulary(logits)
             picked = draft = pick_tokens([self.sampler], [self._index + step], logits, [self.drafts])[0]
         else:
             picked = int(logits[0].argmax())
@@ -122,12 +123,6 @@ class HostLane:
         self.confidences.append(float(logits[0].float().softmax(-1)[picked]))
         self._drafting += time.perf_counter() - started
         self._depth = depth
-
-    def _spread(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Over the whole vocabulary: samplers know tokens by their place in it."""
-        assert self.draft_head is not None
-        spread = logits.new_full((1, self.draft_head.full_vocabulary), float("-inf"))
-        return spread.index_copy_(1, ids, logits)
 
     def confidence(self, step: int) -> float:
         return self.confidences[step]
