@@ -189,14 +189,20 @@ def _window_lengths(hits: torch.Tensor, places: torch.Tensor) -> list[int]:
     return lengths
 
 
-def frequent_tokens(texts: StatesOfTexts, size: int, vocabulary: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The tokens that the full model says most often on these texts, ascending; the lowest ids fill what is left."""
+def token_counts(texts: StatesOfTexts, vocabulary: int) -> torch.Tensor:
+    """How often the full model says each token on these texts."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for number in range(len(texts)):
         batch = texts.batch(number)
         counts += torch.bincount(batch.likeliest[batch.valid].cpu(), minlength=vocabulary)[:vocabulary]
+    return counts
+
+
+def frequent_tokens(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
+    """The tokens that are said most often, ascending; the lowest ids fill what is left."""
+    counts = counts.clone()
     counts[list(always)] = counts.max() + 1
-    size = min(size, vocabulary)
+    size = min(size, len(counts))
     # Ties, those that never came among them, in the order of their ids: tokenizers list frequent tokens first.
     order = torch.sort(counts, descending=True, stable=True).indices[:size]
     return order.sort().values

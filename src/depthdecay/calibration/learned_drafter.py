@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend
-from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens
+from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens, token_counts
 from depthdecay.calibration.head_states import StatesOfTexts, Text, output_matrix
 from depthdecay.calibration.own_questions import Say
 from depthdecay.errors import DepthDecayError
@@ -203,10 +203,7 @@ class DrafterLesson:
         matrix = output_matrix(self.stack)
         size, row = matrix.weight.shape[0], matrix.weight.shape[1] * matrix.weight.element_size()
         whole = sum(self.stack.layer_bytes()) + self.stack.head_bytes()
-        counts = torch.zeros(size, dtype=torch.long)
-        for number in range(0, len(fit), max(1, len(fit) // 64)):
-            batch = fit.batch(number)
-            counts += torch.bincount(batch.likeliest[batch.valid].cpu(), minlength=size)[:size]
+        counts = token_counts(fit, size)
         covered = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
 
         def rate(tokens: int) -> float:
@@ -217,7 +214,7 @@ class DrafterLesson:
         best = max((min(count, size) for count in _VOCABULARIES), key=rate)
         ends = self.stack.model.generation_config.eos_token_id
         always = [] if ends is None else torch.tensor(ends).reshape(-1).tolist()
-        return frequent_tokens(fit, best, size, [token for token in always if 0 <= token < size])
+        return frequent_tokens(counts, best, [token for token in always if 0 <= token < size])
 
     def _judged(self, shape: HeadShape, fitting: HeadFit) -> dict[str, HeadFigures]:
         """On held-out texts: all of them, and each kind apart."""
