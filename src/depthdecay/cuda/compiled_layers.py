@@ -22,8 +22,9 @@ from depthdecay.model.repairs import repaired_at_once
 from depthdecay.patches import patched, replaced_each
 
 # What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch.
-# A few rows are compiled once for every number of them, and no row's bits depend on the others or on their number.
-Rows = Literal["one", "few", "many"]
+# A few rows are compiled once for every number of them, and no row's bits depend on the others or on their number. That
+# holds for "any" number of a batch's rows too, which costs more than "many".
+Rows = Literal["one", "few", "many", "any"]
 
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
@@ -32,6 +33,8 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
 
     if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
         return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
+    if rows == "any":
+        return {"post_grad_custom_pre_pass": GemvPass(overlap=False, skinny=True), "split_reductions": False}
     overlap = overlaps_kernels()
     kernels = GemvPass(overlap, skinny=rows == "few")
     options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
@@ -85,7 +88,7 @@ class CompiledLayers:
             return self.layer(stack, index, rows, args, kwargs)
 
         plain = layer_pass.repairs
-        with one_index(stack), waiting_first(), self._beside(stack, rows):
+        with one_index(stack), waiting_first(), self.beside(stack, rows):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:
@@ -95,10 +98,10 @@ class CompiledLayers:
                 layer_pass.repairs = plain
 
     @contextlib.contextmanager
-    def _beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
+    def beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
         """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding.
 
-        For a few rows the output matrix as well: cuBLAS chooses its kernel, and so the bits, by how many there are.
+        Where bits must not depend on the number of rows the output matrix as well: cuBLAS chooses its kernel by it.
         """
         with contextlib.ExitStack() as undo:
             for module in stack.owner.children():
@@ -106,8 +109,8 @@ class CompiledLayers:
                     forward = functools.partial(self._with_rows, type(module).forward, rows, module)
                     undo.enter_context(patched(module, "forward", forward))
             head: Any = stack.model.get_output_embeddings()
-            if rows == "few" and type(head) is nn.Linear:
-                undo.enter_context(patched(head, "forward", functools.partial(self._output, head)))
+            if rows in ("few", "any") and type(head) is nn.Linear:
+                undo.enter_context(patched(head, "forward", functools.partial(self._output, head, rows)))
             yield
 
     def _with_rows(self, plain: Callable[..., Any], rows: Rows, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +118,10 @@ class CompiledLayers:
             free_rows((args, kwargs))
         return self.function(plain, rows=rows)(*args, **kwargs)
 
-    def _output(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        free_rows(hidden)
-        logits: torch.Tensor = self.function(_linear, rows="few")(hidden, head.weight, head.bias)
+    def _output(self, head: nn.Linear, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+        if rows == "few":
+            free_rows(hidden)
+        logits: torch.Tensor = self.function(_linear, rows=rows)(hidden, head.weight, head.bias)
         return logits
 
 

@@ -144,10 +144,11 @@ def attend_paged(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Queries (rows, heads, 1, dim) over a store's (place, group, dim); (rows, 1, heads, dim), as transformers' do.
 
-    Of rows that do not run the layer the answer is zeros.
+    Of rows that do not run the layer the answer is zeros. With `exact` a row's bits depend on its own text alone.
     """
     if not query.is_cuda:
         return _reference(query, keys, values, paged, layer, scaling, window, softcap)
@@ -158,7 +159,7 @@ def attend_paged(
     lanes, value_lanes = (max(16, triton.next_power_of_2(wide)) for wide in (size, value_size))
     wide = max(lanes, value_lanes) * query.element_size()
     tiles = -(-share // ROWS)
-    parts = parts_for(rows * groups * tiles)
+    parts = MOST_PARTS if exact else parts_for(rows * groups * tiles)
     stored = rows * groups * tiles * ROWS * parts if parts > 1 else 0
     partial = torch.empty((stored, value_lanes), dtype=torch.float32, device=query.device)
     stats = torch.empty((stored, 2), dtype=torch.float32, device=query.device)
