@@ -233,10 +233,13 @@ def pick_tokens(
     indices: Sequence[int],
     logits: torch.Tensor,
     ahead: Sequence[Sequence[int]] | None = None,
+    *,
+    together: int | None = None,
 ) -> list[int]:
     """T_index of each row, as its own sampler alone would pick it; rows that are picked alike are picked together.
 
     `ahead`: by row, tokens behind those on record that come before T_index. Nothing is recorded here.
+    `together`: process scores of always so many rows, since CUDA's sums along a row go by how many there are.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
@@ -245,10 +248,10 @@ def pick_tokens(
     tokens = []
     for rows in groups.values():
         own, first = rows_of(logits, rows), rows[0]
-        if len(rows) == 1:
+        if len(rows) == 1 and (together is None or alike(samplers[first]) is None):
             tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first])[0])
         else:
-            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own))
+            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own, together))
     order = [row for rows in groups.values() for row in rows]
     picked = [0] * len(samplers)
     for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the one wait for the device
@@ -256,10 +259,16 @@ def pick_tokens(
     return picked
 
 
-def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+def _picked(
+    samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
+) -> torch.Tensor:
     scores = logits.to(torch.float32)
-    if samplers[0].processors:
-        scores = processed(samplers[0].processors, samplers[0].history[:0], scores)
+    processors = samplers[0].processors
+    if processors:
+        text, missing = samplers[0].history[:0], -len(scores) % (together or 1)
+        whole = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
+        groups = whole.split(together or len(whole))
+        scores = torch.cat([processed(processors, text, group) for group in groups])[: len(scores)]
     if not samplers[0].is_sampling:
         return likeliest(scores)
     keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
