@@ -305,6 +305,9 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
 def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
+    about = model.model_extra["depth_decay"]
+    assert not about["exact"]
+    assert "rows of a batch" in about["inexact_because"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -820,6 +823,7 @@ def test_the_key_comes_from_an_option_a_file_or_the_environment(
         (["--cache-gb", "-1"], "--cache-gb"),
         (["--cache-gb", "0.0000001"], "not even one block"),
         (["--cohort-ms", "-1"], "cohort_seconds"),
+        (["--exact"], "answers cannot be exact here"),
     ],
 )
 def test_options_that_make_no_sense_end_with_one_line(tiny_folder: str, options: list[str], words: str) -> None:
