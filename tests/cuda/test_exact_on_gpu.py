@@ -254,20 +254,30 @@ def test_layers_that_run_as_they_are_say_so() -> None:
     assert "not compiled" in str(result.inexact_because)
 
 
-@in_16_bits
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
     ("columns", "rows"),
-    [(1536, [1536, 256, 256]), (8960, [1536]), (1536, [8960, 8960]), (4096, [11008, 11008]), (512, [32]), (128, [96])],
+    [
+        (1536, [1536, 256, 256]),
+        (8960, [1536]),
+        (1536, [8960, 8960]),
+        (4096, [11008, 11008]),
+        (512, [32]),
+        (128, [96]),
+        (576, [576, 192, 192]),
+        (576, [97]),
+        (4096, [8]),
+    ],
 )
 def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn((16, columns), device="cuda").to(dtype)
+    x = torch.randn((200, columns), device="cuda").to(dtype)
     weights = [torch.randn((count, columns), device="cuda").to(dtype) for count in rows]
     expected = gemv.skinny_gemm(x, weights, False)
     whole = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
     assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
-    for count in range(1, 16):
-        first = int(torch.randint(0, 17 - count, ()))
+    for count in (*range(1, 19), 31, 32, 33, 47, 64, 65, 130):
+        first = int(torch.randint(0, 201 - count, ()))
         some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
         assert torch.equal(some, expected[:, first : first + count])
 
