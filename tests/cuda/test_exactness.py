@@ -43,6 +43,7 @@ def stack_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, *
         ("qwen2", {}),
         ("qwen3", {"head_dim": 128}),
         ("gpt_neox", {}),
+        ("mixtral", {}),
     ],
 )
 def test_models_of_plain_matrices_are_exact(architecture: str, more: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ def test_models_of_plain_matrices_are_exact(architecture: str, more: dict[str, A
         ("gemma2", {"head_dim": 64}, "attention"),
         ("mistral", {"sliding_window": 7}, "masks of its attention itself"),
         ("gemma3_text", {"head_dim": 64, "layer_types": ["sliding_attention"] * LAYERS}, "masks of its attention"),
-        ("mixtral", {}, "multiplies by matrices that our kernels do not read"),
+        ("mixtral", {"intermediate_size": 272}, "MixtralExperts multiplies by matrices that our kernels do not read"),
         ("gpt2", {"n_embd": 256, "n_layer": LAYERS, "hidden_size": None, "num_hidden_layers": None}, "Conv1D"),
     ],
 )

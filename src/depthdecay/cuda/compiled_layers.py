@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from depthdecay.cuda.exactness import Exactness
+from depthdecay.cuda.experts import experts_apart
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
 from depthdecay.library_internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
@@ -90,7 +91,8 @@ class CompiledLayers:
             return self.layer(stack, index, rows, args, kwargs)
 
         plain = layer_pass.repairs
-        with one_index(stack), waiting_first(), self._beside(stack, rows):
+        experts = experts_apart(stack) if is_exact(rows) else contextlib.nullcontext()
+        with one_index(stack), waiting_first(), experts, self._beside(stack, rows):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:

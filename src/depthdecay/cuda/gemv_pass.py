@@ -12,7 +12,7 @@ from torch import fx
 
 from depthdecay import library_internals as internals
 from depthdecay.cuda.kernels import dependent_launch as waiting
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import expert_products, gemv
 
 _GraphPass: Any = internals.graph_pass_class()
 
@@ -86,8 +86,8 @@ class GemvPass(_GraphPass):
 
     def uuid(self) -> Any:
         return internals.files_key(
-            # The last two say where generated kernels wait.
-            (__file__, gemv.__file__, waiting.__file__, internals.__file__),
+            # Traced graphs hold the parts that both kinds of products come in; the last two say where kernels wait.
+            (__file__, gemv.__file__, expert_products.__file__, waiting.__file__, internals.__file__),
             extra=f"{self.overlap} {self.rows}",
         )
 
