@@ -14,6 +14,7 @@ from tiny_models import PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.kernels import expert_products as experts
 from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
@@ -44,12 +45,14 @@ EXACT: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128},
     "gpt_neox": {"num_key_value_heads": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"head_dim": 64}, "attention"),  # by version: one that is not torch's, or capped scores
-    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "multiplies by matrices that our kernels"),
+    "llama": ({"intermediate_size": 1000}, "512 x 1000 does not divide"),
 }
-PRODUCTS = 4 * LAYERS + 1  # launches a pass: query with key and value, output, gate with up, down; the output matrix
+# Launches a pass: query with key and value, output, gate with up, down; the output matrix. Of experts, a router's.
+PRODUCTS = {"mixtral": 3 * LAYERS + 1}
 DTYPES = [torch.bfloat16, torch.float16]
 exact = pytest.mark.parametrize("architecture", EXACT)
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
@@ -71,6 +74,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     beside, added = gemv._side_by_side, attend.sum_parts
     monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+    tile = experts.expert_tiling
+    monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
     monkeypatch.setattr(attend, "sum_parts", lambda *args: (counts.update(["attention"]), added(*args))[1])
     return counts
 
@@ -131,7 +136,8 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert fed.passes.inexact is None
     assert fed.passes.graphs.compiled is not None
     assert launches["products"] > 0
-    assert launches["products"] % PRODUCTS == 0
+    assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
+    assert (launches["experts"] > 0) == (architecture == "mixtral")
     assert launches["attention"] % LAYERS == 0
     assert len(expected.unique(dim=0)) == len(text)
     splits = [[width] * (len(text) // width) for width in (2, 3, 4, 8, 16)]
@@ -229,7 +235,7 @@ def test_check_tells_of_bits() -> None:
     found = rows["compiled lossless equals compiled full depth"]
     assert found.passed
     assert "exact: yes" in found.detail
-    rows = {row.name: row for row in check_model(model_of("mixtral", torch.bfloat16, **INEXACT["mixtral"][0]))}
+    rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16, **INEXACT["llama"][0]))}
     assert "exact: no" in rows["compiled lossless equals compiled full depth"].detail
 
 
@@ -254,22 +260,51 @@ def test_layers_that_run_as_they_are_say_so() -> None:
     assert "not compiled" in str(result.inexact_because)
 
 
-@in_16_bits
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
     ("columns", "rows"),
-    [(1536, [1536, 256, 256]), (8960, [1536]), (1536, [8960, 8960]), (4096, [11008, 11008]), (512, [32]), (128, [96])],
+    [
+        (1536, [1536, 256, 256]),
+        (8960, [1536]),
+        (1536, [8960, 8960]),
+        (4096, [11008, 11008]),
+        (512, [32]),
+        (128, [96]),
+        (576, [576, 192, 192]),
+        (576, [97]),
+        (4096, [8]),
+    ],
 )
 def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn((16, columns), device="cuda").to(dtype)
+    x = torch.randn((200, columns), device="cuda").to(dtype)
     weights = [torch.randn((count, columns), device="cuda").to(dtype) for count in rows]
     expected = gemv.skinny_gemm(x, weights, False)
     whole = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
     assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
-    for count in range(1, 16):
-        first = int(torch.randint(0, 17 - count, ()))
+    for count in (*range(1, 19), 31, 32, 33, 47, 64, 65, 130):
+        first = int(torch.randint(0, 201 - count, ()))
         some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
         assert torch.equal(some, expected[:, first : first + count])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("experts_number", "choices", "each"), [(4, 2, False), (4, 2, True), (16, 6, True)])
+def test_a_token_s_experts_do_not_depend_on_the_other_tokens(
+    experts_number: int, choices: int, each: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn((experts_number, 512, 1024), device="cuda").to(dtype)
+    chosen = torch.rand((40, experts_number), device="cuda").topk(choices).indices
+    x = torch.randn((40 * choices if each else 40, 1024), device="cuda").to(dtype)
+    expected = experts.expert_products(x, chosen, weights, each, False)
+    vectors = x if each else x.repeat_interleave(choices, dim=0)
+    whole = torch.bmm(weights[chosen.flatten()].double(), vectors.double().unsqueeze(-1)).squeeze(-1)
+    assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
+    for first, count in ((0, 1), (3, 1), (5, 2), (7, 16), (1, 17), (2, 38)):
+        tokens, pairs = slice(first, first + count), slice(first * choices, (first + count) * choices)
+        some = experts.expert_products(x[pairs if each else tokens], chosen[tokens], weights, each, True)
+        assert torch.equal(some, expected[:, pairs])
 
 
 @in_16_bits
