@@ -41,6 +41,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128},
     "gpt_neox": {"num_key_value_heads": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": 100},
+    "gemma2": {"head_dim": 256, "sliding_window": 100, "attn_implementation": "eager"},  # capped scores
 }
 PLAN = dd.Plan.decay(LAYERS, "0.97")
 LENGTHS = (3, 17, 60, MOST_IN_STEPS, 300, 700)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from depthdecay.cuda.compiled_layers import one_index
+from depthdecay.cuda.experts import experts_apart
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
 from depthdecay.model.repairs import Repair, repaired_at_once
 
@@ -72,6 +73,10 @@ class ExactLayerGraphs(LayerGraphs):
         assert compiled is not None
         with compiled.beside(self.stack, self.rows_kind):
             return self._forward(lambda index, *_: self.stack.answer(index, states), rows)
+
+    def _layer(self, index: int, rows: int) -> torch.Tensor:
+        with experts_apart(self.stack):
+            return super()._layer(index, rows)
 
     def _warm_layer(self, layer: int, rows: int) -> None:
         for other in self._learnt_from(type(self.stack.layers[layer]), self.stack.windows[layer]):
