@@ -38,7 +38,7 @@ ASKED_ABOUT = (
 )
 WRITES_IN = " The user writes in {language}."
 
-# First words of a question. English stands for half of all questions, the others share the rest.
+# First words of a question.
 OPENINGS = {
     "English": (
         *("How do I", "What is the difference between", "Write a", "Explain why", "Can you", "I have a", "Give me"),
