@@ -14,7 +14,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.lossless import drafters, benchmark_lossless, run_lossless_bench
+from depthdecay.bench.lossless import benchmark_lossless, drafters, run_lossless_bench
 from depthdecay.bench.lossless_report import LosslessReport, divergence
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
