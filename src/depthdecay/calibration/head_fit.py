@@ -91,8 +91,8 @@ class HeadFit:
         return functional.linear(normed.to(self.dtype), self.rows, self.bias)
 
     def divergence(self, batch: TextStates, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean KL of drafts from the full model, later ones counting less."""
-        judged = [_judged(batch.valid, draft) for draft in range(len(states))]
+        """The mean KL of drafts from the full model within answers, which alone are drafted; later ones count less."""
+        judged = [_judged(batch.valid, draft) & batch.answers for draft in range(len(states))]
         shares = [FADING**draft for draft in range(len(states))]
         places = judged[0]
         weights = torch.stack(
