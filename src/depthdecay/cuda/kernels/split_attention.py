@@ -138,10 +138,13 @@ if triton is not None:
         CAPPED: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        batch = (tl.program_id(0) // groups).to(tl.int64)
-        group = tl.program_id(0) % groups
+        # Programs that read the same keys run side by side, so that the second finds them in the cache.
+        tiles = (rows + ROWS - 1) // ROWS
+        text = tl.program_id(0) // tiles  # one group's of one row of the batch
+        batch = (text // groups).to(tl.int64)
+        group = text % groups
         chunk = chunks - 1 - tl.program_id(1)  # long ones first, so that none is left at the end
-        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # a group's heads one after the other, each with its tokens
+        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)  # a group's heads, each with its tokens
         inside = row < rows
         head = group * (rows // tokens) + row // tokens
         token = row % tokens
@@ -190,7 +193,7 @@ if triton is not None:
                     other=0.0,
                 )
                 highest, total, found = look(q, k, v, seen, highest, total, found, scale, height, CAPPED)
-            stored = (tl.program_id(0) * chunks + chunk).to(tl.int64) * rows + row
+            stored = (text * chunks + chunk).to(tl.int64) * rows + row
             store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, DIM)
 
     @triton.jit(do_not_specialize=["tokens", "rows", "chunks", "window"])  # type: ignore[untyped-decorator]
@@ -293,7 +296,7 @@ def _launched(
     y = torch.empty((batch, tokens, heads, dim), dtype=query.dtype, device=query.device)
     back = 0 if masked else window or 0
     by_row = seen.stride(0) if seen.shape[0] > 1 else 0, seen.stride(2) if seen.shape[2] > 1 else 0
-    _part_kernel[(batch * groups, chunks, -(-rows // ROWS))](
+    _part_kernel[(batch * groups * -(-rows // ROWS), chunks)](
         query,
         key,
         value,
