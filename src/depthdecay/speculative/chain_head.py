@@ -46,7 +46,7 @@ def head_pass(
     places = torch.arange(known.shape[0], device=known.device)
     mask = ((places <= positions.unsqueeze(1)) & known)[None, None]
     if overlap is not None and can_attend(query, keys, values, mask):  # two kernels, where torch has ten
-        mixed = attend(query, keys, values, mask, head.shape.head_size**-0.5, overlap).transpose(1, 2)
+        mixed = attend(query, keys, values, mask, head.shape.head_size**-0.5, None, None, overlap).transpose(1, 2)
     else:
         mixed = functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
     return head.finish(given, before, mixed)
