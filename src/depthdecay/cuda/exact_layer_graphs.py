@@ -71,7 +71,7 @@ class ExactLayerGraphs(LayerGraphs):
         states = self.states.index_select(0, self.last[:rows])
         compiled = self.graphs.compiled
         assert compiled is not None
-        with compiled.beside(self.stack, self.rows_kind):
+        with one_index(self.stack), compiled.beside(self.stack, self.rows_kind):  # for its bound on compilations
             return self._forward(lambda index, *_: self.stack.answer(index, states), rows)
 
     def _layer(self, index: int, rows: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ExactLayerGraphs(LayerGraphs):
         run, parts = compiled.function(repaired_at_once, rows=self.rows_kind), parts_in_blocks(repair)
 
         def repaired(hidden: torch.Tensor) -> torch.Tensor:
-            with one_index(self.stack):  # for its bound on compilations: there is one for each shape of maps
+            with one_index(self.stack):  # as above: there is a compilation for each shape of maps
                 for other in self._learnt_from("map", *(part.shape for part in parts)):
                     run(self.states[:other], *parts)
                 found: torch.Tensor = run(hidden, *parts)

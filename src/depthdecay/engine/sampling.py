@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from depthdecay.library_internals import logits_processors
@@ -263,16 +264,25 @@ def _picked(
     samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
 ) -> torch.Tensor:
     scores = logits.to(torch.float32)
-    processors = samplers[0].processors
-    if processors:
-        text, missing = samplers[0].history[:0], -len(scores) % (together or 1)
-        whole = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
-        groups = whole.split(together or len(whole))
-        scores = torch.cat([processed(processors, text, group) for group in groups])[: len(scores)]
+    if samplers[0].processors:
+        scores = _processed_alike(samplers[0], scores, together)
     if not samplers[0].is_sampling:
         return likeliest(scores)
     keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
     return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+
+
+def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:
+    """Scores of rows as a sampler that reads no text leaves them; where asked for, always of so many rows at once."""
+    text = sampler.history[:0]
+    if together is None:
+        return processed(sampler.processors, text, scores)
+    rows, tokens = scores.shape
+    # Every row begins at an address that a kernel may read 16 bytes from: else sums go by where it begins.
+    filled = functional.pad(scores, (0, -tokens % 16, 0, -rows % together), value=float("-inf"))
+    filled[rows:, 0] = 0.0  # rows that count for nothing, but have a likeliest token
+    groups = [processed(sampler.processors, text, group) for group in filled.split(together)]
+    return torch.cat(groups)[:rows, :tokens]
 
 
 def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
