@@ -15,13 +15,13 @@ import torch
 from depthdecay.batching.row import from_the_start
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
+from depthdecay.runners.block_runner import MOST_IN_STEPS
 from depthdecay.runners.contract import Part
 
 if TYPE_CHECKING:
     from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.compiled_layers import CompiledLayers
 
-TRIED_TOKENS = 64
 ROWS_PICKED = 8  # whose scores are processed together
 
 
@@ -61,7 +61,9 @@ def _same_bits(batcher: Batcher, depth: int) -> bool:
     """Whether a text's tokens say the same in one pass, and in passes of other widths behind rows of another text."""
     blocks, plan, layers = batcher.blocks, batcher.engine.drafting_plan, batcher.stack.num_layers
     vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
-    tokens = min(TRIED_TOKENS, batcher.max_positions)
+    graphs = batcher.runner.graphs
+    assert graphs is not None
+    tokens = min(graphs.rows // 2, MOST_IN_STEPS, batcher.max_positions)  # and as many of company
     while not blocks.can_hold(needs := from_the_start(blocks.needs(batcher.engine.full_plan, tokens, 1))):
         tokens //= 2
     text, other = ([number * step % vocabulary for number in range(tokens)] for step in (31, 17))
@@ -89,9 +91,8 @@ def _same_bits(batcher: Batcher, depth: int) -> bool:
 
 def _ways(tokens: int) -> list[tuple[list[int], int]]:
     """Widths of passes over so many tokens, and rows of company: graphs of every size, and every place in them."""
-    growing, left = [], tokens
-    for width in (1, 2, 3, 5, 9, 17, tokens):
-        growing.append(min(width, left))
-        left -= growing[-1]
-    growing = [width for width in growing if width]
-    return [([1] * tokens, 0), (growing, 0), (growing[::-1], min(7, tokens)), ([tokens], tokens)]
+    single, growing = [1] * min(16, tokens), [1]
+    while sum(growing) < tokens:  # 1, 2, 3, 5, 9, 17, …: one more than a graph has rows
+        growing.append(min(2 ** (len(growing) - 1) + 1, tokens - sum(growing)))
+    rest = [tokens - len(single)] if tokens > len(single) else []
+    return [(single + rest, 0), (growing, 0), (growing[::-1], min(7, tokens)), ([tokens], tokens)]
