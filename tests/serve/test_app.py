@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import signal
 import socket
 import sys
@@ -47,6 +48,7 @@ from depthdecay.batching.drafting import BatchDrafting, BatchPace, CPUPace, RowD
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
+from depthdecay.runners.block_runner import BlockRunner  # noqa: E402
 from depthdecay.serve.logs import JsonLines  # noqa: E402
 from depthdecay.serve.responses import Account, ApiAnswer  # noqa: E402
 from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
@@ -311,6 +313,24 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_answers_models_and_metrics_tell_whether_answers_are_exact(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "a b", "max_tokens": 3}
+    with running(engine, BATCH) as server:
+
+        def told() -> tuple[Any, Any, str]:
+            card = httpx.get(f"{server.url}/v1/models").json()["data"][0]["depth_decay"]
+            (gauge,) = re.findall(r"^depthdecay_exact (.*)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+            return post(server, body).json()["depth_decay"].get("exact"), card["exact"], gauge
+
+        assert told() == (None, False, "0.0")  # of answers on a CPU nothing is known
+        monkeypatch.setattr(engine, "uses_graphs", True)  # only results look at it by now
+        assert told() == (False, False, "0.0")
+        monkeypatch.setattr(BlockRunner, "inexact", None)
+        assert told() == (True, True, "1.0")
 
 
 # What is refused.
