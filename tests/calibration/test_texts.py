@@ -186,7 +186,7 @@ def test_few_prompts_are_still_split() -> None:
 
 def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) -> None:
     model, said = tiny_model(), []
-    hurried = replace(SMALL, whole_minutes=1e-9)
+    hurried = replace(SMALL, whole_minutes=1e-9, lowest_share=0.2)
     with pytest.warns(UserWarning, match=r"the least that can be measured takes about \d+ s, and 0 s are given"):
         run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "the time is enough for 8 of 40 prompts" in said
@@ -197,7 +197,8 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     plan = run.make(Goal(lossless=True)).plan
     assert plan.repairs
     fitted = [line for line in said if line.startswith("fitting maps for drafts")]
-    assert len(fitted) == 2 * len(hurried.maps)  # the first depth, which tells how long one takes, and the last
+    assert len(run.found.order) == LAYERS - 2
+    assert len(fitted) == 4 * len(hurried.maps)  # the first depth, which tells how long one takes, and three below it
     assert layer_influence(run) == []
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
