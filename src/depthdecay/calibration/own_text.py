@@ -140,7 +140,7 @@ class _Pace:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{math.ceil(seconds / 60)} minutes"
+    return f"{seconds:.0f} s" if seconds < 600 else f"{math.ceil(seconds / 60)} minutes"
 
 
 @dataclass
