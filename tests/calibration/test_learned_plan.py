@@ -14,7 +14,7 @@ from depthdecay.calibration.calibrate import figures_of
 from depthdecay.calibration.learned_drafter import DrafterSettings
 from depthdecay.calibration.own_text import write_own_text
 from depthdecay.errors import ArgumentError
-from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
+from depthdecay.speculative.draft_head import HEAD_FILE
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     plan = dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, progress=lines.append)
     assert plan.draft_head == HEAD_FILE
     assert plan.schedule.final_depth == plan.num_layers
-    assert {file.name for file in (tmp_path / "plan").iterdir()} >= {HEAD_FILE, PORTABLE_HEAD_FILE, "report.html"}
+    assert {file.name for file in (tmp_path / "plan").iterdir()} >= {HEAD_FILE, "report.html"}
     assert not (tmp_path / "plan" / ".work").exists()
     figures = figures_of(plan)["drafter"]
     assert figures["tokens_written"] > 0

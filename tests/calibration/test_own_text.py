@@ -203,9 +203,9 @@ def test_a_model_that_is_too_slow_is_known_by_its_first_questions(
     monkeypatch.setattr(TextBatches, "write", None)
     with pytest.raises(TooLittleTime, match="tokens a second"):
         written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
-    monkeypatch.setattr(own_questions, "LEAST_QUESTIONS", 2)
-    prompts = own_prompts(engine_of(chat), chat.tokenizer, 2, longest=200, seed=0, folder=tmp_path, say=print)
-    assert len(prompts) == 2
+    monkeypatch.setattr(own_questions, "LEAST_QUESTIONS", 1)
+    prompts = own_prompts(engine_of(chat), chat.tokenizer, 1, longest=200, seed=0, folder=tmp_path, say=print)
+    assert len(prompts) == 1
 
 
 def test_the_least_text_is_waited_for_but_not_longer_than_the_latest_time(
