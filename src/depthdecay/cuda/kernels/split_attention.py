@@ -100,8 +100,10 @@ if triton is not None:
             highest = above
         return found / tl.where(total == 0.0, 1.0, total)
 
-    # One binary for every number of tokens and positions: some numbers would be specialised.
-    @triton.jit(do_not_specialize=["tokens", "rows", "positions", "chunks", "window"])  # type: ignore[untyped-decorator]
+    # One binary for every number of texts, tokens and positions: some numbers would be specialised.
+    _NUMBERS = ["seen_batch", "seen_token", "tokens", "rows", "positions", "chunks", "window"]
+
+    @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]
     def _part_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
@@ -196,7 +198,7 @@ if triton is not None:
             stored = (text * chunks + chunk).to(tl.int64) * rows + row
             store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, DIM)
 
-    @triton.jit(do_not_specialize=["tokens", "rows", "chunks", "window"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]
     def _sum_kernel(  # type: ignore[no-untyped-def]
         part_ptr,
         stat_ptr,
