@@ -253,6 +253,28 @@ class TestTorch:
         assert calls == [False]
 
 
+class TestExperts:
+    def test_a_model_asks_for_the_experts_that_it_was_given(self) -> None:
+        from transformers.integrations import moe
+
+        model, calls = tiny_model("mixtral"), []
+        before = model.config._experts_implementation
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return moe.batched_mm_experts_forward(*args, **kwargs)
+
+        expected = generate(model)
+        internals.register_experts("ours", run)
+        try:
+            with internals.experts_named(model.config, "ours"):
+                assert generate(model).tolist() == expected.tolist()
+        finally:
+            del moe.ExpertsInterface._global_mapping["ours"]
+        assert len(calls) == 3 * LAYERS
+        assert model.config._experts_implementation == before
+
+
 class TestInductor:
     def test_a_pass_of_ours_is_one_that_inductor_caches(self) -> None:
         from torch._inductor import codecache

@@ -105,6 +105,43 @@ def _attention_functions() -> dict[str, Callable[..., Any]]:
     return functions
 
 
+# transformers: experts
+
+
+def register_experts(name: str, function: Callable[..., Any]) -> None:
+    """Let models that ask for experts named so run them by `function`."""
+    _imported("transformers.integrations.moe", "ExpertsInterface", "transformers").register(name, function)
+
+
+@contextlib.contextmanager
+def experts_named(config: Any, name: str) -> Iterator[None]:
+    """While open, a model with this configuration asks for the experts `name`.
+
+    As for attention, the public way to say so checks the name and changes other parts of the model.
+    """
+    before = required(config, "_experts_implementation_internal", "transformers")
+    config._experts_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._experts_implementation_internal = before
+
+
+def are_gated_experts(module: Any) -> bool:
+    """Whether a module holds experts that transformers can run in several ways, of the most common form.
+
+    A gate and an up matrix in one and a down matrix, each (experts, rows, columns), and nothing beside them.
+    """
+    special = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    plain = getattr(module, "has_gate", False) and not any(getattr(module, name, False) for name in special)
+    return plain and {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
+
+
+def gated(experts: Any, products: Any) -> Any:
+    """What experts make of the products with their gate and up matrices, side by side."""
+    return required(experts, "_apply_gate", "transformers")(products)
+
+
 # transformers: generate and its parts
 
 

@@ -16,6 +16,7 @@ import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.exactness import why_inexact
+from depthdecay.cuda.kernels import expert_products as experts
 from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
@@ -48,6 +49,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128},
     "gpt_neox": {"num_key_value_heads": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 EXACT: dict[str, dict[str, Any]] = PLAIN | {
     # Capped scores, and windows in every second layer.
@@ -58,13 +60,13 @@ EXACT: dict[str, dict[str, Any]] = PLAIN | {
         "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
     },
     "mistral": {"sliding_window": WINDOW},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"attn_implementation": "eager"}, "attention is 'eager'"),
     "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "heads of 64, 128, 256 numbers"),
 }
-PRODUCTS = 4 * LAYERS + 1  # launches a pass: query with key and value, output, gate with up, down; the output matrix
+# Launches a pass: query with key and value, output, gate with up, down; the output matrix. Of experts, a router's.
+PRODUCTS = {"mixtral": 3 * LAYERS + 1}
 DTYPES = [torch.bfloat16, torch.float16]
 exact = pytest.mark.parametrize("architecture", EXACT)
 plain = pytest.mark.parametrize("architecture", PLAIN)
@@ -91,6 +93,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     beside, attended = gemv._side_by_side, attend._launched
     monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
     monkeypatch.setattr(attend, "_launched", lambda *args: (counts.update(["attention"]), attended(*args))[1])
+    tile = experts.expert_tiling
+    monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
     return counts
 
 
@@ -150,7 +154,8 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert fed.passes.inexact is None
     assert fed.passes.graphs.compiled is not None
     assert launches["products"] > 0
-    assert launches["products"] % PRODUCTS == 0 or architecture == "mixtral"  # whose experts have a kernel of their own
+    assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
+    assert (launches["experts"] > 0) == (architecture == "mixtral")
     assert launches["attention"] > 0
     assert launches["attention"] % LAYERS == 0
     assert len(expected.unique(dim=0)) == len(text)
@@ -276,22 +281,51 @@ def test_layers_that_run_as_they_are_say_so() -> None:
     assert "not compiled" in str(result.inexact_because)
 
 
-@in_16_bits
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
     ("columns", "rows"),
-    [(1536, [1536, 256, 256]), (8960, [1536]), (1536, [8960, 8960]), (4096, [11008, 11008]), (512, [32]), (128, [96])],
+    [
+        (1536, [1536, 256, 256]),
+        (8960, [1536]),
+        (1536, [8960, 8960]),
+        (4096, [11008, 11008]),
+        (512, [32]),
+        (128, [96]),
+        (576, [576, 192, 192]),
+        (576, [97]),
+        (4096, [8]),
+    ],
 )
 def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn((16, columns), device="cuda").to(dtype)
+    x = torch.randn((200, columns), device="cuda").to(dtype)
     weights = [torch.randn((count, columns), device="cuda").to(dtype) for count in rows]
     expected = gemv.skinny_gemm(x, weights, False)
     whole = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
     assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
-    for count in range(1, 16):
-        first = int(torch.randint(0, 17 - count, ()))
+    for count in (*range(1, 19), 31, 32, 33, 47, 64, 65, 130):
+        first = int(torch.randint(0, 201 - count, ()))
         some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
         assert torch.equal(some, expected[:, first : first + count])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("experts_number", "choices", "each"), [(4, 2, False), (4, 2, True), (16, 6, True)])
+def test_a_token_s_experts_do_not_depend_on_the_other_tokens(
+    experts_number: int, choices: int, each: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn((experts_number, 512, 1024), device="cuda").to(dtype)
+    chosen = torch.rand((40, experts_number), device="cuda").topk(choices).indices
+    x = torch.randn((40 * choices if each else 40, 1024), device="cuda").to(dtype)
+    expected = experts.expert_products(x, chosen, weights, each, False)
+    vectors = x if each else x.repeat_interleave(choices, dim=0)
+    whole = torch.bmm(weights[chosen.flatten()].double(), vectors.double().unsqueeze(-1)).squeeze(-1)
+    assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-5
+    for first, count in ((0, 1), (3, 1), (5, 2), (7, 16), (1, 17), (2, 38)):
+        tokens, pairs = slice(first, first + count), slice(first * choices, (first + count) * choices)
+        some = experts.expert_products(x[pairs if each else tokens], chosen[tokens], weights, each, True)
+        assert torch.equal(some, expected[:, pairs])
 
 
 def asked(size: int, dtype: torch.dtype, tokens: int, positions: int, batch: int = 1) -> list[torch.Tensor]:

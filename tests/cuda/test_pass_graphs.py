@@ -20,7 +20,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 import depthdecay as dd
 from depthdecay.cuda import compiled_layers, gemv_pass
 from depthdecay.cuda import decode_attention as attention
-from depthdecay.cuda.compiled_layers import CompiledLayers, inductor_options
+from depthdecay.cuda.compiled_layers import CompiledLayers, free_rows, inductor_options
 from depthdecay.cuda.kernels import dependent_launch as overlap
 from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.kernels import split_attention as attend
@@ -139,11 +139,11 @@ def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytes
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many products each call of our own kernels took the place of."""
     counts: list[int] = []
-    replace = gemv_pass._replace
+    replace = gemv_pass.GemvPass._replace
     monkeypatch.setattr(
-        gemv_pass,
+        gemv_pass.GemvPass,
         "_replace",
-        lambda graph, products, overlap: (counts.append(len(products)), replace(graph, products, overlap)),
+        lambda self, graph, products: (counts.append(len(products)), replace(self, graph, products)),
     )
     return counts
 
@@ -174,10 +174,11 @@ def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
     """Whatever their number: the first is compiled for itself, the second makes it a symbol."""
     torch.manual_seed(0)
     first, second = torch.nn.Linear(256, 128, bias=True).bfloat16(), torch.nn.Linear(256, 64, bias=False).bfloat16()
-    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # no multiple of what a program reads
+    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # whose last program is not full: a call of its own
+    narrow = torch.nn.Linear(33, 32, bias=False).bfloat16()  # no multiple of what a program reads
 
     def products(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([first(x).relu(), second(x), odd(x)], dim=-1)
+        return torch.cat([first(x).relu(), second(x), narrow(odd(x))], dim=-1)
 
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
@@ -185,14 +186,32 @@ def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
         for count in (3, 5, 16, 2):
             x = torch.randn(1, count, 256).bfloat16()
             assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
-    assert made == [2, 2]
+    assert made == [2, 1] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_with_any_number_of_rows_are_compiled_once(made: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(256, 128, bias=True).to(dtype), torch.nn.Linear(256, 64, bias=False).to(dtype)
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first(x).relu(), second(x)], dim=-1)
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        compiled = torch.compile(products, options=inductor_options("any"))
+        for shape in ((40, 1), (3, 1), (2, 1), (1, 1)):
+            x = torch.randn(*shape, 256).to(dtype)
+            free_rows(x, "any")
+            assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
+    assert made == [2, 2]  # a single row is compiled for itself
 
 
 def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
     got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
-    assert got.shape == (2, 3, 192)  # few programs for so few rows, so that columns are split
+    assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.skinny_gemm, (x, weights, False))
 

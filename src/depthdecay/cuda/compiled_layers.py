@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from depthdecay.cuda.exactness import Exactness
+from depthdecay.cuda.experts import experts_apart
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
 from depthdecay.library_internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
@@ -21,22 +22,27 @@ from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.model.repairs import repaired_at_once
 from depthdecay.patches import patched, replaced_each
 
-# What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch.
-# A few rows are compiled once for every number of them, and no row's bits depend on the others or on their number.
-Rows = Literal["one", "few", "many"]
+# What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch, by
+# cuBLAS ("many") or by our own kernels ("any"). "few" and "any" are compiled once for every number of rows but 1, which
+# torch compiles for itself, and no row's bits depend on the others or on their number.
+Rows = Literal["one", "few", "many", "any"]
 
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
     from depthdecay.cuda.gemv_pass import GemvPass
 
-    if rows == "many":  # graphs of single layers are replayed with others between them, so nothing overlaps
-        return {"post_grad_custom_pre_pass": GemvPass(overlap=False)}
-    overlap = overlaps_kernels()
-    kernels = GemvPass(overlap, skinny=rows == "few")
+    # Graphs of single layers are replayed with others between them, so nothing overlaps.
+    overlap = overlaps_kernels() and rows in ("one", "few")
+    kernels = GemvPass(overlap, "one" if rows == "many" else rows)
     options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
     # A sum is split among programs where rows are few, which depends on their number.
-    return options | {"split_reductions": False} if rows == "few" else options
+    return options | {"split_reductions": False} if is_exact(rows) else options
+
+
+def is_exact(rows: Rows) -> bool:
+    """Whether no row's bits depend on how many run together."""
+    return rows in ("few", "any")
 
 
 @dataclass
@@ -53,8 +59,8 @@ class CompiledLayers:
         kind = (type(layer), stack.windows[index], rows)
         if kind not in self.kinds:
             self.kinds[kind] = torch.compile(type(layer).forward, options=inductor_options(rows))
-        if rows == "few":
-            free_rows((args, kwargs))
+        if is_exact(rows):
+            free_rows((args, kwargs), rows)
         return self.kinds[kind](layer, *args, **kwargs)
 
     def function(
@@ -85,7 +91,8 @@ class CompiledLayers:
             return self.layer(stack, index, rows, args, kwargs)
 
         plain = layer_pass.repairs
-        with one_index(stack), waiting_first(), self._beside(stack, rows):
+        experts = experts_apart(stack) if is_exact(rows) else contextlib.nullcontext()
+        with one_index(stack), waiting_first(), experts, self._beside(stack, rows):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:
@@ -98,7 +105,7 @@ class CompiledLayers:
     def _beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
         """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding.
 
-        For a few rows the output matrix as well: cuBLAS chooses its kernel, and so the bits, by how many there are.
+        Where bits must not depend on the number of rows, the output matrix as well: cuBLAS chooses its kernel by it.
         """
         with contextlib.ExitStack() as undo:
             for module in stack.owner.children():
@@ -106,18 +113,18 @@ class CompiledLayers:
                     forward = functools.partial(self._with_rows, type(module).forward, rows, module)
                     undo.enter_context(patched(module, "forward", forward))
             head: Any = stack.model.get_output_embeddings()
-            if rows == "few" and type(head) is nn.Linear:
-                undo.enter_context(patched(head, "forward", functools.partial(self._output, head)))
+            if is_exact(rows) and type(head) is nn.Linear:
+                undo.enter_context(patched(head, "forward", functools.partial(self._output, head, rows)))
             yield
 
     def _with_rows(self, plain: Callable[..., Any], rows: Rows, *args: Any, **kwargs: Any) -> Any:
-        if rows == "few":
-            free_rows((args, kwargs))
+        if is_exact(rows):
+            free_rows((args, kwargs), rows)
         return self.function(plain, rows=rows)(*args, **kwargs)
 
-    def _output(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        free_rows(hidden)
-        logits: torch.Tensor = self.function(_linear, rows="few")(hidden, head.weight, head.bias)
+    def _output(self, head: nn.Linear, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+        free_rows(hidden, rows)
+        logits: torch.Tensor = self.function(_linear, rows=rows)(hidden, head.weight, head.bias)
         return logits
 
 
@@ -125,22 +132,30 @@ def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return functional.linear(hidden, weight, bias)
 
 
-def free_rows(given: Any) -> None:
+# Which dimensions of what a function is given count tokens or positions, by how many dimensions there are. Passes of a
+# few rows are over tokens of one text; in those of any number texts count as well.
+_FREE: dict[str, dict[int, tuple[int, ...]]] = {
+    "few": {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)},
+    "any": {1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 2, 3)},
+}
+
+
+def free_rows(given: Any, rows: Rows = "few") -> None:
     """Let the tokens and positions in what a function is given be any number, from its first compilation on.
 
     Left to itself, dynamo makes a compilation of the first number's own, which may sum in another order.
     """
     if isinstance(given, torch.Tensor):
         if not isinstance(given, nn.Parameter):
-            vary_sizes(given, {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(given.dim(), ()))
+            vary_sizes(given, _FREE[rows].get(given.dim(), ()))
     elif isinstance(given, OneLayer):
         for tensor in given.tensors:  # (position, …)
             vary_sizes(tensor, (0,))
     elif isinstance(given, tuple | list):
         for one in given:
-            free_rows(one)
+            free_rows(one, rows)
     elif isinstance(given, dict):
-        free_rows(tuple(given.values()))
+        free_rows(tuple(given.values()), rows)
 
 
 def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: Any) -> Any:

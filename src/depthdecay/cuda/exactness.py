@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from depthdecay.cuda.experts import are_plain
 from depthdecay.cuda.kernels.split_attention import HEAD_SIZES
 from depthdecay.library_internals import attention_name
 from depthdecay.model.layers import LayerStack
@@ -74,7 +75,10 @@ def _why_unread(module: Any) -> str | None:
     matrices = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
     if not matrices:
         return None
-    if type(module) is not nn.Linear:
+    if are_plain(module):
+        return None
+    # A router has no Linear, but multiplies like one; a trial holds it to that.
+    if type(module) is not nn.Linear and not type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
         return f"{type(module).__name__} multiplies by matrices that our kernels do not read"
     (weight,) = matrices
     if not is_even(weight):

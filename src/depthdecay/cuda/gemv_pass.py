@@ -1,18 +1,18 @@
-"""Puts the kernels for a few rows into a compiled layer by rewriting its traced graph.
+"""Puts our kernels for products into a compiled layer by rewriting its traced graph.
 
 So they serve every architecture, and no modelling code is touched.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from depthdecay import library_internals as internals
 from depthdecay.cuda.kernels import dependent_launch as waiting
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import expert_products, gemv
 
 _GraphPass: Any = internals.graph_pass_class()
 
@@ -20,28 +20,75 @@ _GraphPass: Any = internals.graph_pass_class()
 class GemvPass(_GraphPass):
     """Replaces matrix products with one row by `gemv`, those that share their input by one call.
 
-    With `skinny`, those with several rows are replaced too, by `skinny_gemm`, which takes at most 16.
+    With rows "few", products with 2 to 16 rows are replaced too, by `skinny_gemm`; with "any", all are.
     """
 
-    def __init__(self, overlap: bool, skinny: bool = False) -> None:
+    def __init__(self, overlap: bool, rows: Literal["one", "few", "any"] = "one") -> None:
         self.overlap = overlap
-        self.skinny = skinny
+        self.rows = rows
 
     def __call__(self, graph: fx.Graph) -> None:
-        groups: dict[fx.Node, list[fx.Node]] = {}
+        groups: dict[Any, list[fx.Node]] = {}
         for node in graph.nodes:
-            if _weight_of(node, self.skinny) is not None:
-                groups.setdefault(_source_of(_vector_of(node)), []).append(node)
+            weight = _weight_of(node)
+            if weight is None or not self._fits(node, weight.meta["val"]):
+                continue
+            source = _source_of(_vector_of(node))
+            alone = self._is_skinny(node) and not gemv.can_join(weight.meta["val"])
+            groups.setdefault((source, node) if alone else source, []).append(node)
         for products in groups.values():
             for start in range(0, len(products), gemv.MOST_MATRICES):
-                _replace(graph, products[start : start + gemv.MOST_MATRICES], self.overlap)
+                self._replace(graph, products[start : start + gemv.MOST_MATRICES])
         graph.eliminate_dead_code()
+
+    def _is_skinny(self, product: fx.Node) -> bool:
+        """Whether a product goes to `skinny_gemm`; else it has one row and goes to `gemv`, which sums otherwise."""
+        return self.rows == "any" or not _is_one(_vector_of(product).meta["val"])
+
+    def _fits(self, product: fx.Node, weight: torch.Tensor) -> bool:
+        if not self._is_skinny(product):
+            return True
+        count = _vector_of(product).meta["val"].shape[0]
+        # A number of rows that is a symbol stands for the sizes of verifications, which are few.
+        few = self.rows == "few" and (isinstance(count, torch.SymInt) or count <= gemv.MOST_ROWS)
+        return (few or self.rows == "any") and gemv.is_even(weight)
+
+    def _replace(self, graph: fx.Graph, products: list[fx.Node]) -> None:
+        vector = _vector_of(products[0])
+        weights = [weight for weight in map(_weight_of, products) if weight is not None]
+        with graph.inserting_before(products[0]):
+            rows = [weight.meta["val"].shape[0] for weight in weights]
+            x = vector.meta["val"]
+            if not self._is_skinny(products[0]):
+                joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, self.overlap))
+                joined.meta["val"] = x.new_empty((1, sum(rows)))
+            else:
+                parts = graph.call_function(torch.ops.depthdecay.skinny_gemm.default, (vector, weights, self.overlap))
+                shape = (gemv.tiling([weight.meta["val"] for weight in weights]).parts, x.shape[0], sum(rows))
+                parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
+                summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))
+                summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)
+                joined = graph.call_function(torch.ops.prims.convert_element_type.default, (summed, x.dtype))
+                joined.meta["val"] = x.new_empty(shape[1:])
+            start = 0
+            for product, width in zip(products, rows, strict=True):
+                part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))
+                part.meta["val"] = joined.meta["val"][:, start : start + width]
+                start += width
+                if product.target is torch.ops.aten.addmm.default:
+                    with graph.inserting_before(product):  # a bias may be computed later than the first product
+                        biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
+                    biased.meta["val"] = product.meta["val"]
+                    part = biased
+                product.replace_all_uses_with(part)
+        for product in products:
+            graph.erase_node(product)
 
     def uuid(self) -> Any:
         return internals.files_key(
-            # The last two say where generated kernels wait.
-            (__file__, gemv.__file__, waiting.__file__, internals.__file__),
-            extra=f"{self.overlap} {self.skinny}",
+            # Traced graphs hold the parts that both kinds of products come in; the last two say where kernels wait.
+            (__file__, gemv.__file__, expert_products.__file__, waiting.__file__, internals.__file__),
+            extra=f"{self.overlap} {self.rows}",
         )
 
 
@@ -59,8 +106,8 @@ def _source_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _weight_of(node: fx.Node, skinny: bool = True) -> fx.Node | None:
-    """The (rows, columns) matrix of a product that `gemv`, or where asked for `skinny_gemm`, can do; else None."""
+def _weight_of(node: fx.Node) -> fx.Node | None:
+    """The (rows, columns) matrix of a product that our kernels can do; else None."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return None
     if node.target is torch.ops.aten.addmm.default and node.kwargs:
@@ -73,48 +120,10 @@ def _weight_of(node: fx.Node, skinny: bool = True) -> fx.Node | None:
         return None
     value, vector = weight.meta["val"], _vector_of(node).meta["val"]
     is_transpose = list(transposed.args[1]) == [1, 0]  # type: ignore[arg-type]
-    half = value.dtype in (torch.bfloat16, torch.float16) and vector.dtype == value.dtype
     known = not any(isinstance(size, torch.SymInt) for size in value.shape)
-    if not (is_transpose and half and known and vector.dim() == 2 and value.is_contiguous()):
-        return None
-    if _is_one(vector):
-        return weight
-    # A number of rows that is a symbol stands for the sizes of verifications, which are few.
-    fits = isinstance(vector.shape[0], torch.SymInt) or vector.shape[0] <= gemv.MOST_ROWS
-    return weight if skinny and gemv.is_even(value) and fits else None
+    readable = value.dtype in gemv.DTYPES and vector.dtype == value.dtype and value.is_contiguous()
+    return weight if is_transpose and known and readable and vector.dim() == 2 else None
 
 
 def _is_one(vector: torch.Tensor) -> bool:
     return not isinstance(vector.shape[0], torch.SymInt) and vector.shape[0] == 1
-
-
-def _replace(graph: fx.Graph, products: list[fx.Node], overlap: bool) -> None:
-    vector = _vector_of(products[0])
-    weights = [weight for weight in map(_weight_of, products) if weight is not None]
-    with graph.inserting_before(products[0]):
-        rows = [weight.meta["val"].shape[0] for weight in weights]
-        x = vector.meta["val"]
-        if _is_one(x):
-            joined = graph.call_function(torch.ops.depthdecay.gemv.default, (vector, weights, overlap))
-            joined.meta["val"] = x.new_empty((1, sum(rows)))
-        else:
-            parts = graph.call_function(torch.ops.depthdecay.skinny_gemm.default, (vector, weights, overlap))
-            shape = (gemv.tiling([weight.meta["val"] for weight in weights]).parts, x.shape[0], sum(rows))
-            parts.meta["val"] = x.new_empty(shape, dtype=torch.float32)
-            summed = graph.call_function(torch.ops.aten.sum.dim_IntList, (parts, [0]))
-            summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)
-            joined = graph.call_function(torch.ops.prims.convert_element_type.default, (summed, x.dtype))
-            joined.meta["val"] = x.new_empty(shape[1:])
-        start = 0
-        for product, width in zip(products, rows, strict=True):
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))
-            part.meta["val"] = joined.meta["val"][:, start : start + width]
-            start += width
-            if product.target is torch.ops.aten.addmm.default:
-                with graph.inserting_before(product):  # a bias may be computed later than the first product
-                    biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
-                biased.meta["val"] = product.meta["val"]
-                part = biased
-            product.replace_all_uses_with(part)
-    for product in products:
-        graph.erase_node(product)

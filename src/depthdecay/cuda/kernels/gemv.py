@@ -2,7 +2,8 @@
 
 cuBLAS reaches 63 to 94% of an H200's copy bandwidth on these shapes and one launch per matrix; the kernel here 80 to
 100%, with one launch for all matrices that read the same vector (query, key and value; gate and up). A second kernel
-does the same for the few tokens of a verification. `cuda/gemv_pass` puts them into compiled layers.
+does the same for the few tokens of a verification, and for the rows of a batch where no row may change another's bits.
+`cuda/gemv_pass` puts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ try:
 except ImportError:  # no Triton: CPU-only builds never reach the kernel
     triton = None
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_MATRICES = 4  # that one launch can serve
 BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
 
 MOST_ROWS = 16  # of a few: what one tensor-core tile holds
-SKINNY_COLUMNS = 128  # that a program of the kernel for a few rows reads at once
+MOST_TILES = 4  # of 16 vectors in one program
+SKINNY_COLUMNS = 64  # of which a matrix needs a multiple; a program reads twice as many at once where it can
 # Programs that an H200's 132 processors hold at once of the tall tile, and how many of the low one columns are split
 # for: what does not fit into one turn leaves processors idle in the next.
 TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
@@ -32,6 +35,9 @@ TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
 MOST_PARTS = 5
 AHEAD = 2  # lines of 128 bytes of each weight row that a program fetches while the kernel before still runs
 LEAST_BLOCKS = 3  # of columns in a part: fewer, and loads have no time to overlap
+# Of products in 32 bits: three on tensor cores, with an error like that of one on CUDA cores (2**-22 a number), which
+# would take longer for 16 vectors than their weights take to come.
+PRECISION = "tf32x3"
 
 if triton is not None:
 
@@ -82,7 +88,20 @@ if triton is not None:
             total += w.to(tl.float32) * x.to(tl.float32)
         tl.store(y_ptr + row, tl.sum(total, 0).to(y_ptr.dtype.element_ty))
 
+    @triton.jit
+    def _rows_times(x_ptrs, vector, columns, count, weights, total, TILE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Add to the sums what 16 vectors give: always as many, since a larger tile may run by other instructions."""
+        vector += TILE * 16
+        x = tl.load(x_ptrs + TILE * 16 * columns, mask=vector[:, None] < count, other=0.0)
+        return tl.dot(x, weights, total, input_precision=PRECISION)
+
+    @triton.jit
+    def _store_rows(y_ptrs, vector, rows, count, total, inside, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        vector += TILE * 16
+        tl.store(y_ptrs + TILE * 16 * rows, total, mask=(vector[:, None] < count) & inside[None, :])
+
     # Not specialised by the number of rows: one binary for all of them, so that a row's bits do not depend on it.
+    # Beyond 16 a program takes several tiles of them, each with sums of its own, in the same order.
     @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
     def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
@@ -100,10 +119,14 @@ if triton is not None:
         part,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
+        TILES: tl.constexpr,
+        EVEN: tl.constexpr,
         AHEAD: tl.constexpr,
+        LINE: tl.constexpr,
+        PRECISION: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        row = tl.program_id(0).to(tl.int64) * ROWS
+        row = tl.program_id(1).to(tl.int64) * ROWS
         w_ptr = w0_ptr + row * columns
         if row >= end2:
             w_ptr = w3_ptr + (row - end2) * columns
@@ -113,15 +136,15 @@ if triton is not None:
             w_ptr = w1_ptr + (row - end0) * columns
         outputs = tl.arange(0, ROWS)
         lanes = tl.arange(0, COLUMNS)
-        vectors = tl.arange(0, 16)
-        start = tl.program_id(1) * part
+        vector = tl.program_id(0) * (TILES * 16) + tl.arange(0, 16)  # neighbours read the same weights: one from L2
+        start = tl.program_id(2) * part
         w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * columns + start + lanes[None, :]
-        x_ptrs = x_ptr + vectors[:, None] * columns + start + lanes[None, :]
-        inside = vectors[:, None] < count
+        x_ptrs = x_ptr + vector[:, None].to(tl.int64) * columns + start + lanes[None, :]
+        inside = row + outputs < rows
         if PDL:
             gdc_launch_dependents()
             if AHEAD > 0:  # weights do not depend on the kernel before: their first lines of 128 bytes are fetched
-                ahead = tl.minimum(tl.arange(0, AHEAD) * 64, part - 64)
+                ahead = tl.minimum(tl.arange(0, AHEAD) * LINE, part - LINE)
                 lines = w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :]
                 tl.inline_asm_elementwise(
                     "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -132,15 +155,31 @@ if triton is not None:
                     pack=1,
                 )
             gdc_wait()
-        total = tl.zeros((16, ROWS), dtype=tl.float32)
+        total0 = tl.zeros((16, ROWS), dtype=tl.float32)
+        total1 = tl.zeros((16, ROWS), dtype=tl.float32)
+        total2 = tl.zeros((16, ROWS), dtype=tl.float32)
+        total3 = tl.zeros((16, ROWS), dtype=tl.float32)
         for _ in range(0, part, COLUMNS):
-            w = tl.load(w_ptrs, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=inside, other=0.0)
-            total = tl.dot(x, tl.trans(w), total)
+            if EVEN:
+                w = tl.load(w_ptrs, eviction_policy="evict_first")
+            else:
+                w = tl.load(w_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+            w = tl.trans(w)
+            total0 = _rows_times(x_ptrs, vector, columns, count, w, total0, 0, PRECISION)
+            if TILES > 1:
+                total1 = _rows_times(x_ptrs, vector, columns, count, w, total1, 1, PRECISION)
+            if TILES > 2:
+                total2 = _rows_times(x_ptrs, vector, columns, count, w, total2, 2, PRECISION)
+                total3 = _rows_times(x_ptrs, vector, columns, count, w, total3, 3, PRECISION)
             w_ptrs += COLUMNS
             x_ptrs += COLUMNS
-        y_ptrs = y_ptr + (tl.program_id(1) * count + vectors[:, None]).to(tl.int64) * rows + row + outputs[None, :]
-        tl.store(y_ptrs, total, mask=inside)
+        y_ptrs = y_ptr + (tl.program_id(2) * count + vector[:, None]).to(tl.int64) * rows + row + outputs[None, :]
+        _store_rows(y_ptrs, vector, rows, count, total0, inside, 0)
+        if TILES > 1:
+            _store_rows(y_ptrs, vector, rows, count, total1, inside, 1)
+        if TILES > 2:
+            _store_rows(y_ptrs, vector, rows, count, total2, inside, 2)
+            _store_rows(y_ptrs, vector, rows, count, total3, inside, 3)
 
 
 def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
@@ -184,8 +223,8 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 
 class Tiling(NamedTuple):
-    """Of a product with a few rows: weight rows that a program takes, its warps and loads under way, and in how many
-    parts columns come.
+    """Of a product with a few rows: weight rows that a program takes, its warps and loads under way, in how many parts
+    columns come, and how many of them a program reads at once.
 
     It depends on the matrices alone: by another number of rows it would change the order of sums, and so the bits.
     """
@@ -194,38 +233,69 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     parts: int
+    columns: int
 
 
-TALL, LOW = Tiling(128, 4, 3, 1), Tiling(32, 2, 5, 1)
+TALL, LOW = Tiling(128, 4, 3, 1, 128), Tiling(32, 2, 5, 1, 128)
+SHARED_BYTES = 100_000  # that a program takes for what it loads: two of them fit into an H200's processor
 
 
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
     """The tall tile where it fills the device in one turn, else the low one with columns split among programs."""
     heights, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    # Twice the bytes a number, half the numbers at once.
+    wide = columns % LOW.columns == 0 and weights[0].element_size() == 2
+    at_once = LOW.columns if wide else SKINNY_COLUMNS
     if all(height % TALL.rows == 0 for height in heights) and sum(heights) // TALL.rows in TALL_PROGRAMS:
-        return TALL
-    blocks = columns // SKINNY_COLUMNS
-    most = min(MOST_PARTS, LOW_PROGRAMS // (sum(heights) // LOW.rows), blocks // LEAST_BLOCKS)
-    return LOW._replace(parts=max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0))
+        return TALL._replace(columns=at_once)
+    blocks = columns // at_once
+    most = min(MOST_PARTS, LOW_PROGRAMS // -(-sum(heights) // LOW.rows), blocks // LEAST_BLOCKS)
+    parts = max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0)
+    return LOW._replace(parts=parts, columns=at_once)
+
+
+def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tiling:
+    """How a program goes about several tiles of 16 vectors.
+
+    Sums run along the columns of a part, one behind the other, so that bits depend on `parts` alone.
+    """
+    if tiles == 1:
+        return tile
+    heights = [weight.shape[0] for weight in weights]
+    # The taller, the less often vectors are read, as long as every processor has a program.
+    tall = [rows for rows in (128, 64) if all(height % rows == 0 for height in heights)]
+    full = [rows for rows in tall if sum(heights) // rows * tile.parts >= TALL_PROGRAMS.start]
+    rows = next(iter(full), tile.rows)
+    stage = (rows + MOST_ROWS * tiles) * tile.columns * weights[0].element_size()
+    return tile._replace(rows=rows, warps=4, stages=max(2, min(tile.stages, SHARED_BYTES // stage)))
 
 
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
 def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
-    """At most 16 rows of x (count, columns) times the transpose of each weight, the results side by side.
+    """Rows of x (count, columns) times the transpose of each weight, the results side by side.
 
-    In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way.
+    In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way. No
+    row's bits depend on the others or on their number, of which there may be any; it is made for 16 and fewer.
     """
+    if x.is_cuda:
+        return multiply(x, weights, overlap)
+    whole = torch.cat([x @ weight.t() for weight in weights], dim=1).float()
+    return torch.cat([whole.unsqueeze(0), whole.new_zeros((tiling(weights).parts - 1, *whole.shape))])
+
+
+def multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
+    """Start the kernel of `skinny_gemm`."""
     tile = tiling(weights)
     parts = tile.parts
     rows = sum(weight.shape[0] for weight in weights)
     count, columns = x.shape
-    if not x.is_cuda:
-        whole = torch.cat([x @ weight.t() for weight in weights], dim=1).float()
-        return torch.cat([whole.unsqueeze(0), whole.new_zeros((parts - 1, count, rows))])
     x = x.contiguous()
     y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
     padded, ends = _side_by_side(weights)
-    _skinny_gemm_kernel[(rows // tile.rows, parts)](
+    tiles = min(MOST_TILES, triton.next_power_of_2(-(-count // MOST_ROWS)))
+    tile = for_tiles(tile, weights, tiles)
+    even = rows % tile.rows == 0
+    _skinny_gemm_kernel[(-(-count // (MOST_ROWS * tiles)), -(-rows // tile.rows), parts)](
         x,
         *padded,
         y,
@@ -235,8 +305,12 @@ def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool)
         columns,
         columns // parts,
         ROWS=tile.rows,
-        COLUMNS=SKINNY_COLUMNS,
-        AHEAD=AHEAD,
+        COLUMNS=tile.columns,
+        TILES=tiles,
+        EVEN=even,
+        AHEAD=AHEAD if even else 0,
+        LINE=128 // x.element_size(),
+        PRECISION=PRECISION,
         PDL=overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -253,4 +327,9 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 def is_even(weight: torch.Tensor) -> bool:
     """Whether a matrix divides into the blocks of `skinny_gemm`."""
-    return weight.shape[0] % LOW.rows == 0 and weight.shape[1] % SKINNY_COLUMNS == 0
+    return weight.shape[1] % SKINNY_COLUMNS == 0
+
+
+def can_join(weight: torch.Tensor) -> bool:
+    """Whether others can stand side by side with a matrix in one launch: a program's rows are all of one matrix."""
+    return weight.shape[0] % LOW.rows == 0

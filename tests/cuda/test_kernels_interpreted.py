@@ -1,0 +1,28 @@
+"""Our product kernels in Triton's interpreter, which needs no GPU: what they compute, not what tensor cores round."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("script", ["interpreted_products.py"])
+def test_rows_of_products_do_not_depend_on_their_number(script: str) -> None:
+    """In a process of its own: Triton reads the setting when kernels are defined."""
+    found = subprocess.run(
+        [sys.executable, SUPPORT / script],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.strip() == "alike"

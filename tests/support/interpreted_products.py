@@ -1,0 +1,56 @@
+"""Runs the kernels for a few rows without a GPU, in Triton's interpreter: `TRITON_INTERPRET=1 python` this file."""
+
+from __future__ import annotations
+
+import torch
+from triton.runtime import interpreter
+
+from depthdecay.cuda.kernels import expert_products, gemv
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _with_whole_numbers(tensor: object, scope: object) -> None:
+    """Triton 3.6 makes loop bounds of arrays of one number, which newer versions of NumPy refuse."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+
+interpreter._patch_lang_tensor = _with_whole_numbers
+
+
+def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
+    weights = [(torch.randn(height, columns) * 0.1).to(dtype) for height in heights]
+    x = torch.randn(70, columns).to(dtype)
+    expected = gemv.multiply(x, weights, False)
+    whole = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
+    assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-6
+    for first, count in ((0, 1), (3, 2), (5, 16), (7, 17), (1, 33), (2, 64), (0, 65)):
+        some = gemv.multiply(x[first : first + count].contiguous(), weights, False)
+        assert torch.equal(some, expected[:, first : first + count]), (dtype, columns, heights, first, count)
+
+
+def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) -> None:
+    weights = (torch.randn(experts, 64, 512) * 0.1).to(dtype)
+    chosen = torch.stack([torch.randperm(experts)[:choices] for _ in range(20)])
+    x = torch.randn(20 * choices if each else 20, 512).to(dtype)
+    expected = expert_products.multiply_by_experts(x, chosen, weights, each, False)
+    vectors = x if each else x.repeat_interleave(choices, dim=0)
+    whole = torch.bmm(weights[chosen.flatten()].double(), vectors.double().unsqueeze(-1)).squeeze(-1)
+    assert float((expected.sum(0).double() - whole).norm() / whole.norm()) < 1e-6
+    for first, count in ((0, 1), (3, 2), (1, 16), (2, 17)):
+        tokens, pairs = slice(first, first + count), slice(first * choices, (first + count) * choices)
+        vectors = x[pairs if each else tokens]
+        some = expert_products.multiply_by_experts(vectors, chosen[tokens], weights, each, False)
+        assert torch.equal(some, expected[:, pairs]), (dtype, experts, choices, each, first, count)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for dtype in (torch.float16, torch.float32):  # the interpreter does not know bfloat16
+        for columns, heights in ((512, [64, 32]), (576, [96]), (256, [8]), (128, [97])):
+            check_products(dtype, columns, heights)
+        for experts, choices in ((4, 2), (6, 3)):
+            for each in (False, True):
+                check_experts(dtype, experts, choices, each)
+    print("alike")
