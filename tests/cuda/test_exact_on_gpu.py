@@ -62,7 +62,7 @@ EXACT: dict[str, dict[str, Any]] = PLAIN | {
     "mistral": {"sliding_window": WINDOW},
 }
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
-    "llama": ({"attn_implementation": "eager"}, "attention is 'eager'"),
+    "llama": ({"intermediate_size": 1000}, "512 x 1000 does not divide"),
     "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "heads of 64, 128, 256 numbers"),
 }
 # Launches a pass: query with key and value, output, gate with up, down; the output matrix. Of experts, a router's.
