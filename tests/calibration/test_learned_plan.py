@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ import pytest
 from spoken_models import plain_spoken
 
 import depthdecay as dd
-from depthdecay.calibration import own_questions, text_batches
+from depthdecay.calibration import own_questions, own_text, text_batches
 from depthdecay.calibration.calibrate import figures_of
 from depthdecay.calibration.learned_drafter import DrafterSettings
 from depthdecay.calibration.own_text import write_own_text
 from depthdecay.errors import ArgumentError
-from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
+from depthdecay.speculative.draft_head import HEAD_FILE
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     plan = dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, progress=lines.append)
     assert plan.draft_head == HEAD_FILE
     assert plan.schedule.final_depth == plan.num_layers
-    assert {file.name for file in (tmp_path / "plan").iterdir()} >= {HEAD_FILE, PORTABLE_HEAD_FILE, "report.html"}
+    assert {file.name for file in (tmp_path / "plan").iterdir()} >= {HEAD_FILE, "report.html"}
     assert not (tmp_path / "plan" / ".work").exists()
     figures = figures_of(plan)["drafter"]
     assert figures["tokens_written"] > 0
@@ -44,6 +45,42 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
     assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
     assert answer.drafted > 0
+
+
+class Interrupted(Exception):
+    """What Ctrl-C does, at a line of progress."""
+
+
+def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
+    tmp_path: Path, little_text: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "LEAST_TOKENS", 1200)
+    monkeypatch.setattr(own_text._Writing, "answer_tokens_a_second", lambda self: 1.0)
+    loaded = plain_spoken(tmp_path / "model")
+    lines: list[str] = []
+
+    def make(progress: Callable[[str], None]) -> dd.Plan:
+        effort = {"fit_prompts": 8, "held_out_prompts": 4, "new_tokens": 8, "width": 1, "repair_rank": 2}
+        return dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, minutes=10, progress=progress, **effort)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("looking for layers"):
+            raise Interrupted
+
+    instead = r"at 1 tokens a second the model needs 20 minutes .*; drafts come from the model's own layers instead"
+    with pytest.warns(UserWarning, match=instead), pytest.raises(Interrupted):
+        make(interrupt)
+    with pytest.warns(UserWarning, match=instead):
+        plan = make(lines.append)
+    assert "going on with the texts of an interrupted run" in lines
+    assert not any("writes" in line for line in lines)
+    assert plan.draft_head is None
+    assert plan.repairs
+    assert figures_of(plan)["drafting"]["depth"] < plan.num_layers
+    assert not (tmp_path / "plan" / ".work").exists()
+    engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
+    full = engine.generate([[5, 6, 7]], 20, mode="full")[0]
+    assert engine.generate([[5, 6, 7]], 20, lookup=0)[0].token_ids == full.token_ids
 
 
 def test_an_unknown_drafter(tmp_path: Path) -> None:

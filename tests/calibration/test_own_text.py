@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import depthdecay as dd
 from depthdecay.calibration import own_questions, own_text, text_batches, work_folder
 from depthdecay.calibration.own_questions import QuestionWriter, _question_in, _user_header, own_prompts
-from depthdecay.calibration.own_text import OwnText, write_own_text
+from depthdecay.calibration.own_text import OwnText, TooLittleTime, write_own_text
 from depthdecay.calibration.question_starts import OPENINGS, TOPICS
 from depthdecay.calibration.text_batches import TextBatches
 from depthdecay.calibration.work_folder import WORK_FOLDER
@@ -176,7 +176,7 @@ def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp
 
     with pytest.raises(Interrupted):
         written(chat, 1200, prompts=prompts, folder=tmp_path, say=interrupt)
-    assert len(list((tmp_path / WORK_FOLDER).iterdir())) == 3
+    assert len(list((tmp_path / WORK_FOLDER).glob("own-text-*"))) == 3
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, say=said.append) == whole
     assert said[0].startswith("going on behind")
@@ -189,6 +189,48 @@ def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp
 def test_too_little_text_is_a_sentence(chat: LoadedModel) -> None:
     with pytest.raises(DepthDecayError, match=r"wrote 0 tokens of usable text in the time .* at least 20,000"):
         written(chat, 50_000, until=time.monotonic())
+
+
+def test_a_model_that_is_too_slow_is_known_by_its_first_questions(
+    chat: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "LEAST_TOKENS", 10**9)
+    with pytest.raises(TooLittleTime, match=r"at [\d,]+ tokens a second .* to write 1,000,000,000 tokens"):
+        written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
+    assert [file.name for file in (tmp_path / WORK_FOLDER).iterdir()] == ["own-questions-00000.json"]
+
+    # Another run knows as much without writing them again, and they serve whoever needs questions next.
+    monkeypatch.setattr(TextBatches, "write", None)
+    with pytest.raises(TooLittleTime, match="tokens a second"):
+        written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
+    monkeypatch.setattr(own_questions, "LEAST_QUESTIONS", 1)
+    prompts = own_prompts(engine_of(chat), chat.tokenizer, 1, longest=200, seed=0, folder=tmp_path, say=print)
+    assert len(prompts) == 1
+
+
+def test_the_least_text_is_waited_for_but_not_longer_than_the_latest_time(
+    chat: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "LEAST_TOKENS", 700)
+    now = time.monotonic()
+    texts = written(chat, 50_000, until=now, latest=now + 1000)
+    last_batch = 8 * 32
+    assert 700 <= sum(len(text.answer) for text in texts) < 700 + last_batch
+    with pytest.raises(TooLittleTime, match="wrote 0 tokens"):
+        written(chat, 50_000, until=now, latest=now)
+
+
+def test_short_of_time_the_fewest_questions_are_written_and_kept(
+    chat: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prompts(until: float) -> list[list[int]]:
+        settings: dict[str, Any] = {"longest": 200, "seed": 0, "folder": tmp_path, "say": print, "until": until}
+        return own_prompts(engine_of(chat), chat.tokenizer, 40, **settings)
+
+    few = prompts(time.monotonic())
+    assert own_questions.LEAST_QUESTIONS <= len(few) < 40
+    monkeypatch.setattr(TextBatches, "write", None)
+    assert prompts(time.monotonic() + 1000) == few
 
 
 def test_a_model_that_only_repeats_itself_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,12 +62,15 @@ def test_a_wider_search_is_no_worse_and_a_late_one_ends() -> None:
     assert len(late.order) == LAYERS - 4
 
 
-def test_when_its_time_is_over_a_search_measures_nothing_more() -> None:
+def test_when_its_time_is_over_a_search_measures_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording.of(LayerStack.of(tiny_model("llama")), random_texts(16, 12), rows=8)
     influence = block_influence(recording)
     saved: list[list[Found]] = []
+    measured: list[float] = []
+    kl = Search.kl
+    monkeypatch.setattr(Search, "kl", lambda search, trace: measured.append(kl(search, trace)) or measured[-1])
     over = search_on(recording, latest=0.0, save=saved.append).run(influence)
-    assert len(saved) == 1  # the first rung gives the others their promise
+    assert len(saved) == len(measured) == 1  # one layer of the first rung, which gives the others their promise
     assert over.order[0] == saved[0][0].order[0]
     assert len(set(over.order)) == len(over.kls) == LAYERS - 4
     rest = [over.promise[layer] for layer in over.order[1:]]

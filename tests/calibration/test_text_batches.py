@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.calibration import text_batches
-from depthdecay.calibration.text_batches import MostHaveEnded, TextBatches
+from depthdecay.calibration.text_batches import MostHaveEnded, TextBatches, Written
 from depthdecay.errors import DepthDecayError
 
 
@@ -54,6 +57,19 @@ def test_a_batch_stops_when_most_rows_have_ended(batches: TextBatches) -> None:
     assert all(text[-1] in ends for text in texts[:8])
     assert len(texts[8]) <= max(map(len, texts[:8]))
     assert texts[8] == free[2][: len(texts[8])]
+
+
+def test_at_its_time_a_batch_stops_with_what_it_has(batches: TextBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = batches.write(PROMPTS, 20, ends=(), rows=4)
+    now = itertools.count(100.0)  # a second goes by whenever somebody looks
+    monkeypatch.setattr(text_batches, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    before = batches.written
+    texts = batches.write(PROMPTS, 20, ends=(), rows=4, until=106.0)
+    assert [len(text) for text in texts] == [6] * len(PROMPTS)
+    assert texts == [text[:6] for text in free]
+    wrote = batches.written - before
+    assert wrote == Written(6 * len(PROMPTS), 7.0)
+    assert wrote.tokens_a_second == 6 * len(PROMPTS) / 7
 
 
 def test_rows_that_have_ended_are_counted_once() -> None:

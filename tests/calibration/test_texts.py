@@ -19,6 +19,7 @@ from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.run import Calibration
+from depthdecay.calibration.summary import layer_influence
 from depthdecay.errors import DepthDecayError
 
 
@@ -185,8 +186,9 @@ def test_few_prompts_are_still_split() -> None:
 
 def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) -> None:
     model, said = tiny_model(), []
-    hurried = replace(SMALL, whole_minutes=1e-9)
-    run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
+    hurried = replace(SMALL, whole_minutes=1e-9, lowest_share=0.2)
+    with pytest.warns(UserWarning, match=r"the least that can be measured takes about \d+ s, and 0 s are given"):
+        run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "the time is enough for 8 of 40 prompts" in said
     assert 0 < run.fit.prompts < 8
     assert run.select.prompts > 0
@@ -195,10 +197,13 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     plan = run.make(Goal(lossless=True)).plan
     assert plan.repairs
     fitted = [line for line in said if line.startswith("fitting maps for drafts")]
-    assert len(fitted) == 2 * len(hurried.maps)  # the first depth, which tells how long one takes, and the last
+    assert len(run.found.order) == LAYERS - 2
+    assert len(fitted) == 4 * len(hurried.maps)  # the first depth, which tells how long one takes, and three below it
+    assert layer_influence(run) == []
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "going on with the texts of an interrupted run" in said
     assert again.fit.prompts == run.fit.prompts
     ample = Calibration(model, None, token_prompts(), tmp_path / "ample", replace(SMALL, whole_minutes=1e9))
     assert ample.fit.prompts + ample.select.prompts == 32
+    assert len(layer_influence(ample)) == ample.stack.num_layers

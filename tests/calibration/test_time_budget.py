@@ -27,6 +27,16 @@ def test_the_rest_of_the_time_decides_how_much_is_done(clock: list[float]) -> No
     assert budget.affordable(10, 7.5) == 1  # something has to come of it
 
 
+def test_a_part_is_of_what_is_left_and_starts_now(clock: list[float]) -> None:
+    budget = TimeBudget(1)
+    clock[0] += 20
+    part = budget.part(0.5)
+    assert part.seconds == 20
+    clock[0] += 5
+    assert (part.used, part.left_of()) == (5, 15)
+    assert not TimeBudget(None).part(0.5).is_bounded
+
+
 def test_without_a_bound_all_is_done(clock: list[float]) -> None:
     budget = TimeBudget(None)
     clock[0] += 1e9

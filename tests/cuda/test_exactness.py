@@ -40,6 +40,7 @@ def stack_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, *
     [
         ("llama", {}),
         ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"dtype": torch.float32}),
         ("llama", {"intermediate_size": 320, "vocab_size": 97}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 128}),
@@ -57,7 +58,7 @@ def test_models_of_plain_matrices_are_exact(architecture: str, more: dict[str, A
 @pytest.mark.parametrize(
     ("architecture", "more", "reason"),
     [
-        ("llama", {"dtype": torch.float32}, "float32"),
+        ("llama", {"dtype": torch.float64}, "products in float64"),
         ("llama", {"num_attention_heads": 8}, "heads of 64, 128, 256 numbers, not of 32"),
         ("llama", {"attn_implementation": "eager"}, "attention is 'eager'"),
         ("llama", {"intermediate_size": 300}, "256 x 300 does not divide"),

@@ -58,7 +58,8 @@ def test_chunks_follow_each_other_and_get_longer() -> None:
     ends = list(itertools.accumulate(lengths))
     for positions in (1, 63, 64, 65, 2047, 2048, 2049, 6143, 6144, 6145, 14336, 14337, 32768, 40000):
         assert attend.chunks_for(positions) == next(chunk for chunk, end in enumerate(ends) if end >= positions) + 1
-    assert all(size % attend.tile_for(dim, bytes) == 0 for size in lengths for dim in (16, 64, 256) for bytes in (2, 4))
+    tiles = [attend.tiling(dim, itemsize)["TILE"] for dim in (16, 64, 128, 256) for itemsize in (2, 4)]
+    assert all(length % tile == 0 for length in lengths for tile in tiles)
 
 
 def test_only_what_the_kernels_can_do_is_given_to_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import torch
-from triton.runtime import interpreter
+import triton_interpreter  # noqa: F401
 
 from depthdecay.cuda.kernels import expert_products, gemv
-
-_patch = interpreter._patch_lang_tensor
-
-
-def _with_whole_numbers(tensor: object, scope: object) -> None:
-    """Triton 3.6 makes loop bounds of arrays of one number, which newer versions of NumPy refuse."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-
-interpreter._patch_lang_tensor = _with_whole_numbers
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:

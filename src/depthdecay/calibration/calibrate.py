@@ -6,21 +6,24 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.calibration.drafter import LOWEST_SHARE
 from depthdecay.calibration.goal import Goal
-from depthdecay.calibration.learned_plan import learn_plan
+from depthdecay.calibration.learned_plan import learn_plan, usual_time
 from depthdecay.calibration.own_questions import Say
+from depthdecay.calibration.own_text import TooLittleTime
 from depthdecay.calibration.report_page import write_report
 from depthdecay.calibration.result import Calibrated
 from depthdecay.calibration.run import Calibration
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.summary import report_data
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.calibration.work_folder import WORK_FOLDER
 from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
@@ -87,9 +90,10 @@ def calibrate(
     `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
     one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
     the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
-    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. `learn` are minutes of
-    gradient steps for the maps of each plan, none unless you ask; Ctrl-C ends them early, with the best maps
-    so far. `device`, `dtype` and `trust_remote_code` are for a model given by its name.
+    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. Where they are too few for a
+    head to learn in, a warning says so, and layers draft. `learn` are minutes of gradient steps for the maps of each
+    plan, none unless you ask; Ctrl-C ends them early, with the best maps so far. `device`, `dtype` and
+    `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
     """
@@ -132,33 +136,64 @@ def calibrate(
     if quantize in QUANTIZED:
         assert quantize is not None
         widen_in_place(loaded.model, quantize, loaded.origin)
-    settings = replace(CalibrationSettings.for_device(loaded.model.device), **effort)
-    settings = _with_sizes(_deep_enough(settings, list(goals.values())), sizes)
     texts = None if asked is None else asked(loaded.tokenizer)
-    learned = [name for name, goal in goals.items() if goal.lossless and drafter == "learned"]
+    settings = _with_sizes(replace(CalibrationSettings.for_device(loaded.model.device), **effort), sizes)
+    plans = _Plans(loaded, texts, settings, folder, say)
+    budget = TimeBudget(minutes)
+    learned = {name: goal for name, goal in goals.items() if goal.lossless and drafter == "learned"}
     others = {name: goal for name, goal in goals.items() if name not in learned}
     if others:
-        run = Calibration(loaded.model, loaded.tokenizer, texts, folder, settings, name=loaded.shown_name, say=say)
-        for name, goal in others.items():
-            if name:
-                say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
-            _save(run, run.make(goal), folder / name)
-        run.work.remove()
-    for name in learned:
-        _learn(loaded, texts, make_folder(folder / name), minutes, seed, say)
+        plans.fit(others, folder, budget.part(len(others) / len(goals)))
+    for name, goal in learned.items():
+        within = make_folder(folder / name)
+        budget = budget if budget.is_bounded else usual_time(loaded.model.device.type)
+        try:
+            plans.learn(within, budget, quantize=loaded.quantize_as_filed() if quantize is None else None)
+        except TooLittleTime as reason:
+            warnings.warn(f"{reason}; drafts come from the model's own layers instead", stacklevel=2)
+            plans.fit({name: goal}, within, budget)
     return Plan.load(folder)
 
 
-def _learn(
-    loaded: LoadedModel, prompts: Sequence[Any] | None, folder: Path, minutes: float | None, seed: int, say: Say
-) -> None:
-    """A learned drafter, its figures and a report in a folder."""
-    plan, drafter = learn_plan(loaded, prompts, folder, minutes=minutes, seed=seed, say=say)
-    figures = {"model": loaded.shown_name, "plan": plan.describe(), "drafter": drafter.figures}
-    write_result(folder / FIGURES_FILE, figures)
-    shown = {"model": loaded.shown_name, "plan": {"summary": plan.describe()}, "drafter": drafter.figures}
-    write_report(folder, {**shown, "command": provenance()["command"]})
-    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+@dataclass(frozen=True)
+class _Plans:
+    """What all plans of one call are made from."""
+
+    loaded: LoadedModel
+    texts: Sequence[Any] | None
+    settings: CalibrationSettings
+    folder: Path
+    say: Say
+
+    def fit(self, goals: dict[str, Goal], within: Path, budget: TimeBudget) -> None:
+        """Plans with fitted maps, each in its folder. They share texts and a ladder; `within` lies what is kept."""
+        run = Calibration(
+            self.loaded.model,
+            self.loaded.tokenizer,
+            self.texts,
+            within,
+            _deep_enough(self.settings, list(goals.values())),
+            name=self.loaded.shown_name,
+            time_budget=budget,
+            say=self.say,
+        )
+        for name, goal in goals.items():
+            if name:
+                self.say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
+            _save(run, run.make(goal), self.folder / name)
+        run.work.remove()
+
+    def learn(self, folder: Path, budget: TimeBudget, quantize: str | None) -> None:
+        """A learned drafter, its figures and a report in a folder."""
+        seed, model = self.settings.seed, self.loaded.shown_name
+        plan, drafter = learn_plan(
+            self.loaded, self.texts, folder, time_budget=budget, quantize=quantize, seed=seed, say=self.say
+        )
+        figures = {"model": model, "plan": plan.describe(), "drafter": drafter.figures}
+        write_result(folder / FIGURES_FILE, figures)
+        shown = {"model": model, "plan": {"summary": plan.describe()}, "drafter": drafter.figures}
+        write_report(folder, {**shown, "command": provenance()["command"]})
+        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:

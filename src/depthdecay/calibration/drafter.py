@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
 DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
+_LEAST_DEPTHS = 3  # that are fitted, below the first: how far down drafts are any good differs from model to model
 LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
 
 
@@ -107,7 +108,7 @@ def _as_drafts(recording: Recording) -> Recording:
 
 
 def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
-    """Maps of every depth of the ladder; where time is short, of as many as the rest is enough for, and of the last."""
+    """Maps of every depth of the ladder; where time is short, of as many as the rest is enough for, some at least."""
     run.forget_traces()
     trace, at_depth = Trace(fit), {}
     left, order = time_left(), run.found.order
@@ -116,7 +117,7 @@ def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
         trace = trace.without(order[done : done + step], size)
         if done == 0:
             rest = max(1, len(order) - 1)
-            step = -(-rest // run.time.affordable(rest, time.monotonic() - started))
+            step = -(-rest // max(_LEAST_DEPTHS, run.time.affordable(rest, time.monotonic() - started)))
         done = len(trace.dropped)
         depth = run.stack.num_layers - done
         at_depth[depth] = trace.repairs

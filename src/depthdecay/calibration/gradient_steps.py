@@ -31,7 +31,8 @@ class StepSettings:
     steps: int
     seconds: float = math.inf
     rate: float = 4e-4
-    warmup: float = 0.03  # of the steps
+    warmup: float = 0.03  # of the steps, and so many of them at least, as far as there are some to follow
+    least_warmup: int = 40
     cooldown: float = 0.3  # of the steps, or of the time where that ends first
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -181,7 +182,8 @@ class _Descent:
         left = 1 - step / settings.steps
         if math.isfinite(settings.seconds):
             left = min(left, max(0.0, 1 - self.seconds / settings.seconds))
-        rising = (step + 1) / max(1.0, settings.warmup * settings.steps)
+        least = min(settings.least_warmup, settings.steps // 4)
+        rising = (step + 1) / max(1.0, least, settings.warmup * settings.steps)
         return min(1.0, rising, left / settings.cooldown if settings.cooldown else 1.0)
 
     def _progress(self, done: int, loss: float) -> Progress:

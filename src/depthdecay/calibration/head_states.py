@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from depthdecay.errors import UnsupportedModelError
+from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.patches import patched
 from depthdecay.speculative.draft_head import HeadShape
@@ -17,6 +18,7 @@ from depthdecay.speculative.draft_head import HeadShape
 Text = tuple[Sequence[int], Sequence[int]]  # a prompt and what the model said, as token ids
 
 _LOGIT_BYTES = 2**28
+_SHARE_OF_HOST = 0.4  # of its free memory, that states may take
 
 
 @dataclass
@@ -46,6 +48,13 @@ class _Read:
     def nbytes(self) -> int:
         return self.said.nbytes + sum(state.nbytes for state in self.states.values())
 
+    def on(self, device: torch.device) -> _Read:
+        """Itself where it is there already."""
+        if self.said.device == device:
+            return self
+        parts = {name: part.to(device) for name, part in vars(self).items() if name != "states"}
+        return _Read(states={layer: state.to(device) for layer, state in self.states.items()}, **parts)
+
 
 class StatesOfTexts:
     """Batches of texts of similar length, cut to `longest` tokens (the last ones, which hold the answer).
@@ -64,7 +73,10 @@ class StatesOfTexts:
         room: int,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`room`: bytes that states may take to be kept; what does not fit is read anew whenever it is asked for."""
+        """`room`: bytes that states may take on the device; others lie in the host's memory as far as that holds them.
+
+        What does not fit there either is read anew whenever it is asked for.
+        """
         self.stack = stack
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
@@ -72,12 +84,17 @@ class StatesOfTexts:
         self.batches = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.tokens = sum(len(prompt) + len(answer) for prompt, answer in ordered)
         self._kept: dict[int, _Read] = {}
+        elsewhere = primary_device(stack.model).type != "cpu"
+        rooms = [(room, False), (int(_SHARE_OF_HOST * free_bytes(torch.device("cpu"))), True)][: 1 + elsewhere]
         for number in range(len(self.batches)):
             read = self._read(self.batches[number])
-            room -= read.nbytes
-            if room < 0:
+            while rooms and rooms[0][0] < read.nbytes:
+                rooms.pop(0)
+            if not rooms:
                 break
-            self._kept[number] = read
+            left, on_host = rooms[0]
+            rooms[0] = left - read.nbytes, on_host
+            self._kept[number] = read.on(torch.device("cpu")) if on_host else read
             told(number + 1, len(self.batches))
 
     def __len__(self) -> int:
@@ -108,7 +125,7 @@ class StatesOfTexts:
 
     def _batch(self, number: int) -> _Read:
         kept = self._kept.get(number)
-        return self._read(self.batches[number]) if kept is None else kept
+        return self._read(self.batches[number]) if kept is None else kept.on(primary_device(self.stack.model))
 
     @torch.no_grad()
     def _read(self, texts: Sequence[Text]) -> _Read:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,17 @@ from depthdecay.calibration.continuations import Continuation, Split, continue_p
 from depthdecay.calibration.own_questions import Say, own_prompts
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.settings import CalibrationSettings
-from depthdecay.calibration.time_budget import ANSWERS_SHARE, TimeBudget, counted
+from depthdecay.calibration.time_budget import ANSWERS_SHARE, QUESTIONS_SHARE, TimeBudget, counted
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
 from depthdecay.plan.identity import identity
+
+# What follows the least number of answers, in the time that these took: reading them, a rung of the search, maps of two
+# depths, and the figures. As it was on two cores.
+_REST_OF_THE_LEAST = 2.0
 
 
 class RecordedTexts:
@@ -38,11 +43,12 @@ class RecordedTexts:
         folder: Path,
         settings: CalibrationSettings,
         say: Say,
+        time_budget: TimeBudget | None = None,
     ) -> None:
         self.stack = LayerStack.of(model)
         self.model = model
         self.settings = settings
-        self.time = TimeBudget(settings.whole_minutes)
+        self.time = time_budget or TimeBudget(settings.whole_minutes)
         device = self.stack.model.device
         self.say = say
         prompts = self._own_prompts(tokenizer, folder) if prompts is None else prompts
@@ -82,7 +88,8 @@ class RecordedTexts:
         count = self.settings.fit_prompts + self.settings.select_prompts + self.settings.held_out_prompts
         bounds = {name: bound for name, bound in self._bounds().items() if name != "vocabulary"}
         engine = Engine(self.model, compile=False)
-        return own_prompts(engine, tokenizer, count, folder=folder, say=self.say, **bounds)
+        until = time.monotonic() + self.time.left_of(QUESTIONS_SHARE)
+        return own_prompts(engine, tokenizer, count, folder=folder, say=self.say, until=until, **bounds)
 
     def _fitted(self, count: int) -> int:
         """How many of so many texts are fitted on; the others are chosen by."""
@@ -169,7 +176,10 @@ class RecordedTexts:
         found: list[Sequence[int] | None] = [None] * len(prompts)
         for start in range(rounds):
             chosen = range(start, len(prompts), rounds)
+            before = self.time.used
             texts = self._answered(engine, [prompts[index] for index in chosen], f"{title}, part {start + 1}")
+            if start == 0:
+                self._warn_of_least(self.time.used + _REST_OF_THE_LEAST * (self.time.used - before))
             for index, text in zip(chosen, texts, strict=True):
                 found[index] = text.tokens
             if self.time.left_of(ANSWERS_SHARE) == 0 and start + 1 < rounds:
@@ -177,6 +187,14 @@ class RecordedTexts:
                 self.say(f"the time is enough for {answered} of {len(prompts)} prompts")
                 break
         return found
+
+    def _warn_of_least(self, seconds: float) -> None:
+        if seconds > 1.1 * self.time.seconds:
+            warnings.warn(
+                f"on this machine the least that can be measured takes about {seconds:.0f} s, and "
+                f"{self.time.seconds:.0f} s are given; it goes on so long",
+                stacklevel=2,
+            )
 
     def _answered(
         self, engine: Engine, prompts: list[list[int]], title: str, seed: int | None = None

@@ -42,6 +42,7 @@ _SHARE_OF_MEMORY = 0.5
 _SHORT_STEPS = 0.08  # of the steps, by which heads are compared
 # On a GPU, heads whose expected gain comes this near the best one's are timed, if there is so much time in all.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
+_BEHIND_OTHERS, _MOST_BEFORE = 0.2, 3  # the share of texts that are read behind others, and how many at most
 _VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
 _GUESSED_RIGHT = 0.6  # for choosing a vocabulary, before anything is fitted
 
@@ -53,7 +54,7 @@ class DrafterSettings:
     epochs: float = 4.0
     drafts: int = 4  # of a window that is unrolled
     rows: int = 32
-    longest: int = 512  # tokens of a text
+    longest: int = 1024  # tokens of a text, with what stands before it
     rate: float = 5e-4
     width: float = 1.0  # of a layer's neurons
     first_layers: tuple[int, ...] = (0, 2, 5)  # of the model, that heads build on
@@ -77,8 +78,10 @@ class LearnedDrafter:
     figures: dict[str, Any]
 
     def save(self, folder: Path) -> None:
+        """A head that is itself in the form of other engines is kept once."""
         self.head.save(folder / HEAD_FILE)
-        if self.portable is not None:
+        (folder / PORTABLE_HEAD_FILE).unlink(missing_ok=True)  # of a run before
+        if self.portable is not None and self.portable is not self.head:
             self.portable.save(folder / PORTABLE_HEAD_FILE)
 
 
@@ -106,9 +109,11 @@ class DrafterLesson:
             raise DepthDecayError(
                 f"{len(shuffled)} texts are too few to learn a drafter from; give at least {LEAST_TEXTS}"
             )
-        Random(self.settings.seed).shuffle(shuffled)
+        random = Random(self.settings.seed)
+        random.shuffle(shuffled)
         held = max(4, min(256, len(shuffled) // 16))
-        self.held_out, self.select, self.fit = shuffled[:held], shuffled[held : 2 * held], shuffled[2 * held :]
+        parts = shuffled[:held], shuffled[held : 2 * held], shuffled[2 * held :]
+        self.held_out, self.select, self.fit = (some_behind_others(part, random) for part in parts)
         layers, width = stack.num_layers, self.settings.width
         # States that other engines take too: on a 1.5B model the last layer's instead drafted no better.
         states = portable_states(layers) if layers >= _LEAST_LAYERS else outer_states(layers)
@@ -149,16 +154,19 @@ class DrafterLesson:
         return LearnedDrafter(fitted.head, None if portable is None else portable.head, figures)
 
     def _chosen(self, heads: Sequence[_Fitted]) -> _Fitted:
-        """The head that promises most; where another comes near it on a GPU, the one that is faster there."""
-        best = max(heads, key=lambda fitted: fitted.gain)
-        near = [fitted for fitted in heads if fitted.gain > _NEAR * best.gain]
-        if len(near) == 1 or self.stack.model.device.type != "cuda" or self.seconds < _TIME_TO_MEASURE:
-            return best
-        prompts = [list(prompt) for (prompt, _), _ in self.held_out[:_PROMPTS_TO_MEASURE]]
-        for fitted in near:
-            fitted.told["measured_speedup"] = measured = measured_gain(self.stack.model, fitted.head, prompts)
-            self.say(f"a head on {fitted.head.shape.first_layers} layers: {measured:.2f}x measured")
-        return max(near, key=lambda fitted: fitted.told["measured_speedup"])
+        """The head that promises most; among those that come near it, the fastest where there is time to measure.
+
+        Elsewhere the one on the fewest layers: it drafts in batches and in other engines too.
+        """
+        best = max(fitted.gain for fitted in heads)
+        near = [fitted for fitted in heads if fitted.gain > _NEAR * best]
+        if len(near) > 1 and self.stack.model.device.type == "cuda" and self.seconds > _TIME_TO_MEASURE:
+            prompts = [list(prompt) for (prompt, _), _ in self.held_out[:_PROMPTS_TO_MEASURE]]
+            for fitted in near:
+                fitted.told["measured_speedup"] = measured = measured_gain(self.stack.model, fitted.head, prompts)
+                self.say(f"a head on {fitted.head.shape.first_layers} layers: {measured:.2f}x measured")
+            return max(near, key=lambda fitted: fitted.told["measured_speedup"])
+        return near[0]
 
     def _fitted(self, shape: HeadShape, share: float, time_share: float) -> _Fitted:
         """A head of this shape, fitted by this share of all steps, within a share of the time that is left."""
@@ -286,6 +294,21 @@ def measured_gain(model: Any, head: DraftHead, prompts: Sequence[list[int]], tok
                 (result,) = engine.generate([prompt], tokens, mode=mode, lookup=0, eos_token_id=-1, **PLAIN_GREEDY)
                 seconds[mode] += result.decode_seconds if counts else 0.0
     return seconds["full"] / seconds["lossless"]
+
+
+def some_behind_others(texts: Sequence[tuple[Text, str]], random: Random) -> list[tuple[Text, str]]:
+    """Some texts behind others, as later turns of a conversation are: drafts must hold where much text stands before.
+
+    What stands before is read and not judged; it is judged as a text of its own.
+    """
+    found: list[tuple[Text, str]] = []
+    for (prompt, answer), kind in texts:
+        before: list[int] = []
+        if random.random() < _BEHIND_OTHERS:
+            for (asked, said), _ in random.choices(texts, k=random.randint(1, _MOST_BEFORE)):
+                before += [*asked, *said]
+        found.append((([*before, *prompt], answer), kind))
+    return found
 
 
 @dataclass

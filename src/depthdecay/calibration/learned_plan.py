@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSetting
 from depthdecay.calibration.own_questions import Say
 from depthdecay.calibration.own_text import OwnText, write_own_text
 from depthdecay.calibration.text_kinds import kind_of
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.calibration.work_folder import WORK_FOLDER
 from depthdecay.engine.engine import Engine
 from depthdecay.model.layers import LayerStack
@@ -28,6 +28,7 @@ MINUTES = {"cuda": 15.0}
 MINUTES_ELSEWHERE = 60.0
 WRITING = 0.3
 WRITING_ELSEWHERE = 0.5  # where a token takes longer to write than to learn from
+LATEST_WRITING = 0.7  # where the least text is not there before
 
 
 def learn_plan(
@@ -36,34 +37,38 @@ def learn_plan(
     folder: Path,
     *,
     settings: DrafterSettings | None = None,
-    minutes: float | None = None,
+    time_budget: TimeBudget | None = None,
+    quantize: str | None = None,
     seed: int = 0,
     say: Say = lambda message: None,
 ) -> tuple[Plan, LearnedDrafter]:
     """A full-depth plan whose drafter is learned, saved in `folder` with its heads.
 
-    `prompts`: the user's, if any, are answered too. Called again after an interruption, it goes on where it stopped.
+    `prompts`: the user's, if any, are answered too. `quantize`: how the model reads its weights while it writes. Called
+    again after an interruption, it goes on where it stopped. Where the time is too short, `TooLittleTime` is raised as
+    soon as that is known.
     """
     started = time.monotonic()
     stack = LayerStack.of(loaded.model)
     device = stack.model.device.type
-    seconds = 60 * (MINUTES.get(device, MINUTES_ELSEWHERE) if minutes is None else minutes)
+    budget = time_budget or usual_time(device)
     settings = replace(settings or DrafterSettings.for_device(stack.model.device), seed=seed)
     given = _ids(loaded, prompts or ())
     share = WRITING if device == "cuda" else WRITING_ELSEWHERE
     texts = write_own_text(
-        Engine(loaded.model),
+        Engine(loaded.model, quantize=quantize, origin=loaded.origin),
         loaded.tokenizer,
         settings.most_text,
         seed=seed,
         prompts=given,
         folder=folder,
         say=say,
-        until=started + share * seconds if math.isfinite(seconds) else None,
+        until=started + budget.left_of(share),
+        latest=started + budget.left_of(max(share, LATEST_WRITING)),
     )
     pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
-    left = max(0.0, seconds - (time.monotonic() - started))
-    lesson = DrafterLesson(stack, pairs, settings, seconds=left, folder=folder / WORK_FOLDER, say=say)
+    work = folder / WORK_FOLDER
+    lesson = DrafterLesson(stack, pairs, settings, seconds=budget.left_of(), folder=work, say=say)
     drafter = lesson.learn()
     drafter.figures["tokens_written"] = sum(len(text.answer) for text in texts)
     drafter.figures["seconds_in_all"] = round(time.monotonic() - started, 1)
@@ -72,6 +77,11 @@ def learn_plan(
 
 def _kind(text: OwnText, tokenizer: Any) -> str:
     return text.kind if text.kind == "given" else kind_of(tokenizer.decode(text.answer, skip_special_tokens=True))
+
+
+def usual_time(device: str) -> TimeBudget:
+    """For a drafter, from now on, where nobody says how long."""
+    return TimeBudget(MINUTES.get(device, MINUTES_ELSEWHERE))
 
 
 def _ids(loaded: LoadedModel, prompts: Sequence[Any]) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,7 @@ from depthdecay.calibration.question_starts import (
     TOPICS,
     WRITES_IN,
 )
-from depthdecay.calibration.text_batches import TextBatches
+from depthdecay.calibration.text_batches import TextBatches, Written
 from depthdecay.calibration.text_filters import NearDuplicates, letters, repeats_itself
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
@@ -46,8 +48,10 @@ class QuestionWriter:
         *,
         longest: int | None,
         seed: int,
+        folder: Path | None = None,
         say: Say = lambda message: None,
     ) -> None:
+        """`folder`: what is written is kept there, for an interrupted run and for whoever needs questions next."""
         if tokenizer is None:
             raise DepthDecayError(
                 "this model has no tokenizer, so it cannot write questions itself; give prompts as token ids"
@@ -65,9 +69,32 @@ class QuestionWriter:
         self.has_system = self.is_chat and _takes_system_prompts(tokenizer)
         self.ends = end_tokens(batches.engine, tokenizer)
         self._header = cache(lambda system: _user_header(tokenizer, system))
+        self.work = None if folder is None else WorkFolder(folder, writing_inputs(batches.engine, tokenizer, seed))
 
-    def write(self, number: int, rows: int) -> list[list[int]]:
-        """The batch with this number."""
+    def batch(self, number: int, rows: int, until: float = math.inf) -> list[list[int]]:
+        """The batch with this number: as it was kept, or written now and cut short at the time `until`."""
+        prompts = self.recall(number, rows)
+        if prompts is None:
+            before = self.batches.written
+            prompts = self.write(number, rows, until)
+            took = self.batches.written - before
+            asked = self.asked.take_added()
+            if self.work is not None:
+                self.work.write(_name(number), {"rows": rows, "prompts": prompts, "asked": asked, "took": vars(took)})
+        return [prompt for prompt in prompts if self.longest is None or len(prompt) <= self.longest]
+
+    def recall(self, number: int, rows: int) -> list[list[int]] | None:
+        """A batch that was kept, if it was; its questions are not asked again, and its pace counts as this run's."""
+        kept = None if self.work is None else self.work.read(_name(number))
+        if kept is None or kept["rows"] != rows:
+            return None
+        self.asked.restore(kept["asked"])
+        self.batches.written += Written(**kept["took"])
+        prompts: list[list[int]] = kept["prompts"]
+        return prompts
+
+    def write(self, number: int, rows: int, until: float = math.inf) -> list[list[int]]:
+        """The batch with this number, of whatever length."""
         random = Random(f"{self.seed}/{number}")
         starts = [start for start in (self._start(random) for _ in range(rows)) if self._fits(start[1])]
         if not starts:
@@ -75,7 +102,7 @@ class QuestionWriter:
         ends = self.ends | self._header(None)[2] if self.is_chat else self.ends
         seed = random.randrange(2**31)
         ids = [ids for _, ids in starts]
-        texts = self.batches.write(ids, self.new_tokens, ends=ends, rows=rows, temperature=1.0, seed=seed)
+        texts = self.batches.write(ids, self.new_tokens, ends=ends, rows=rows, temperature=1.0, seed=seed, until=until)
         prompts = [self._prompt(*start, text, ends, random) for start, text in zip(starts, texts, strict=True)]
         found = [prompt for prompt in prompts if prompt is not None]
         self.written += len(prompts)
@@ -118,12 +145,10 @@ class QuestionWriter:
             words = _question_in(words, self._header(None)[1], has_ended=end is not None)
         if not _is_sensible(words) or not self.asked.is_new(letters(opening + words)):
             return None
-        if self.is_chat:
-            turns = [{"role": "system", "content": under}] if under is not None and self.has_system else []
-            prompt = chat_ids(self.tokenizer, [*turns, {"role": "user", "content": (opening + words).strip()}])
-        else:
-            prompt = start + text
-        return prompt if self.longest is None or len(prompt) <= self.longest else None
+        if not self.is_chat:
+            return start + text
+        turns = [{"role": "system", "content": under}] if under is not None and self.has_system else []
+        return chat_ids(self.tokenizer, [*turns, {"role": "user", "content": (opening + words).strip()}])
 
     def _continuation(self, start: list[int], text: list[int]) -> str:
         """Read together with what stands before it: some tokenizers drop the space that a text begins with."""
@@ -132,28 +157,48 @@ class QuestionWriter:
         return whole[len(before) :] if whole.startswith(before) else ""
 
 
+def _name(number: int) -> str:
+    return f"own-questions-{number:05}"
+
+
 def own_prompts(
-    engine: Engine, tokenizer: Any, count: int, *, longest: int | None, seed: int, folder: Path, say: Say
+    engine: Engine,
+    tokenizer: Any,
+    count: int,
+    *,
+    longest: int | None,
+    seed: int,
+    folder: Path,
+    say: Say,
+    until: float = math.inf,
 ) -> list[list[int]]:
-    """So many prompts that the model wrote itself, or fewer where most of what it writes is no good."""
-    writer = QuestionWriter(TextBatches(engine), tokenizer, longest=longest, seed=seed, say=say)
-    work = WorkFolder(folder, {**writing_inputs(engine, tokenizer, seed), "longest": longest})
-    kept = work.read("own-questions") or {"prompts": [], "asked": [], "batches": 0}
-    prompts, number = kept["prompts"], kept["batches"]
-    writer.asked.restore(kept["asked"])
+    """So many prompts that the model wrote itself; fewer where most are no good, or at the time `until`.
+
+    A calibration's fewest are written whatever the time is. Which ones it was is kept: with others, nothing that an
+    interrupted run has measured would hold.
+    """
+    work = WorkFolder(folder, {**writing_inputs(engine, tokenizer, seed), "longest": longest, "count": count})
+    kept: list[list[int]] | None = work.read("own-prompts")
+    if kept is not None:
+        return kept
+    writer = QuestionWriter(TextBatches(engine), tokenizer, longest=longest, seed=seed, folder=folder, say=say)
+    prompts: list[list[int]] = []
+    number = 0
     rows = writer.batches.rows(256 + writer.new_tokens)
     most = 4 * -(-count // rows) + 4  # batches: a model whose questions mostly repeat each other is not waited for
     while len(prompts) < count and number < most:
-        prompts += writer.write(number, rows)
+        is_enough = len(prompts) >= LEAST_QUESTIONS
+        if is_enough and time.monotonic() >= until:
+            break
+        prompts += writer.batch(number, rows, until if is_enough else math.inf)
         number += 1
-        kept = {"prompts": prompts, "asked": sorted(writer.asked.seen), "batches": number}
-        work.write("own-questions", kept)
         say(f"the model writes questions: {min(len(prompts), count)} of {count}")
     if len(prompts) < min(count, LEAST_QUESTIONS):
         raise DepthDecayError(
             f"the model wrote {len(prompts)} usable questions in {number * rows} tries, and calibration needs at least "
             f"{LEAST_QUESTIONS}; give prompts"
         )
+    work.write("own-prompts", prompts[:count])
     return prompts[:count]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def write_own_text(
     answer_tokens: int = ANSWER_TOKENS,
     folder: Path | None = None,
     say: Say = lambda message: None,
-    until: float | None = None,
+    until: float = math.inf,
+    latest: float | None = None,
 ) -> list[OwnText]:
     """Texts with so many tokens of answers in all, or what there is at the time `until` (of `time.monotonic`).
 
@@ -59,7 +60,8 @@ def write_own_text(
         texts = write_own_text(engine, loaded.tokenizer, 2_000_000, folder=Path("plan"), until=time.monotonic() + 180)
 
     `prompts` are the user's, as token ids: `share_given` of the batches answer them, each a few times at most. Below
-    `LEAST_TOKENS`, where so many were asked for, there is too little text, which is an error.
+    `LEAST_TOKENS`, where so many were asked for, there is too little text, which is an error. Until so many are there
+    the model goes on to the time `latest`, unless its pace says that this is not enough: then the error comes at once.
     """
     if not 0 <= share_given <= 1:
         raise ArgumentError(f"share_given is {share_given}; expected a number from 0 to 1", "share_given")
@@ -68,24 +70,77 @@ def write_own_text(
     given = [list(prompt) for prompt in prompts]
     writing = _Writing(engine, tokenizer, given, share_given, answer_tokens, seed, folder, say)
     texts = writing.kept()
-    total = before = sum(len(text.answer) for text in texts)
+    total = sum(len(text.answer) for text in texts)
     if texts:
         say(f"going on behind {total:,} tokens of an interrupted run")
-    started, fruitless = time.monotonic(), 0
-    while total < tokens and fruitless < _FRUITLESS and (until is None or time.monotonic() < until):
-        more = writing.next_batch()
+    pace = _Pace(writing, min(tokens, LEAST_TOKENS), total, until if latest is None else max(until, latest))
+    fruitless = 0
+    while total < tokens and fruitless < _FRUITLESS and time.monotonic() < (end := pace.end(until)):
+        more = writing.next_batch(end, pace.check_questions)
         texts += more
         total += sum(len(text.answer) for text in more)
         fruitless = 0 if more else fruitless + 1
-        rate = (total - before) / (time.monotonic() - started)
-        say(f"the model writes text of its own: {total:,} of {tokens:,} tokens, {rate:,.0f} a second")
-    if total < min(tokens, LEAST_TOKENS):
-        why = "in the time that there was" if fruitless < _FRUITLESS else "and then only repeated itself"
+        pace.check_answers(total)
+        say(f"the model writes text of its own: {total:,} of {tokens:,} tokens, {pace.tokens_a_second:,.0f} a second")
+    if total < pace.least and fruitless == _FRUITLESS:
         raise DepthDecayError(
-            f"the model wrote {total:,} tokens of usable text {why}, and at least {min(tokens, LEAST_TOKENS):,} are "
-            "needed; give it more time, or prompts"
+            f"the model wrote {total:,} tokens of usable text and then only repeated itself, and at least "
+            f"{pace.least:,} are needed; give prompts"
+        )
+    if total < pace.least:
+        raise TooLittleTime(
+            f"the model wrote {total:,} tokens of usable text in the time that there was, and at least "
+            f"{pace.least:,} are needed"
         )
     return texts
+
+
+class TooLittleTime(DepthDecayError):
+    """The model does not write enough in the time that there is."""
+
+
+class _Pace:
+    """Whether the least text will be there in time, by how fast the model writes."""
+
+    def __init__(self, writing: _Writing, least: int, before: int, latest: float) -> None:
+        self.writing, self.least, self.latest = writing, least, latest
+        self.before = self.total = before
+        self.started = time.monotonic()
+
+    def end(self, until: float) -> float:
+        """When the writing ends; what is less than the least has more time."""
+        return until if self.total >= self.least else self.latest
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of usable answers, the time for questions counted."""
+        return (self.total - self.before) / max(time.monotonic() - self.started, 1e-9)
+
+    def check_questions(self) -> None:
+        """Before there are answers, by the pace of questions: who waits for nothing should know it early."""
+        if self.total == self.before:
+            self._check(self.writing.answer_tokens_a_second())
+
+    def check_answers(self, total: int) -> None:
+        self.total = total
+        if total > self.before:
+            self._check(self.tokens_a_second)
+
+    def _check(self, rate: float) -> None:
+        # What graphs and compilation take at first says nothing of what follows.
+        if self.total >= self.least or self.latest == math.inf or self.writing.batches.engine.uses_graphs:
+            return
+        needed = (self.least - self.total) / max(rate, 1e-9)
+        left = max(0.0, self.latest - time.monotonic())
+        if needed > left:
+            raise TooLittleTime(
+                f"at {rate:,.0f} tokens a second the model needs {_duration(needed)} more to write {self.least:,} "
+                f"tokens of its own, the least to learn from, and has {_duration(left)}"
+            )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{math.ceil(seconds / 60)} minutes"
 
 
 @dataclass
@@ -116,7 +171,7 @@ class _Writing:
         self.answer_tokens = answer_tokens if limit is None else min(answer_tokens, limit // 2)
         longest = None if limit is None else limit - self.answer_tokens
         self.batches = TextBatches(engine)
-        self.questions = QuestionWriter(self.batches, tokenizer, longest=longest, seed=seed, say=say)
+        self.questions = QuestionWriter(self.batches, tokenizer, longest=longest, seed=seed, folder=folder, say=say)
         self.ends = end_tokens(engine, tokenizer)
         self.answers = NearDuplicates(n=5)
         self.seed = seed
@@ -142,15 +197,24 @@ class _Writing:
                 break
             texts += [OwnText(*text) for text in shard["texts"]]
             self.answers.restore(shard["answered"])
-            self.questions.asked.restore(shard["asked"])
+            for number in range(self.progress.question_batches, shard["progress"]["question_batches"]):
+                self.questions.recall(number, self.rows)
             self.progress = _Progress(**shard["progress"])
         return texts
 
-    def next_batch(self) -> list[OwnText]:
-        """Answers to one batch of prompts, greedy and sampled in turns; those that are worth keeping."""
+    def answer_tokens_a_second(self) -> float:
+        """As if every answer were whole and worth keeping, from the pace of all that was written so far."""
+        share = self.answer_tokens / (self.answer_tokens + self.questions.new_tokens)
+        return share * self.batches.written.tokens_a_second
+
+    def next_batch(self, until: float, asked: Callable[[], None]) -> list[OwnText]:
+        """Answers to one batch of prompts, greedy and sampled in turns; those that are worth keeping.
+
+        Cut short at the time `until`. `asked` is called behind each batch of questions.
+        """
         progress = self.progress
         number = progress.number
-        prompts, rows, sampled, kind = self._prompts()
+        prompts, rows, sampled, kind = self._prompts(until, asked)
         written: list[list[int]] = []
         if prompts:
             temperature = _TEMPERATURE if sampled else None
@@ -161,6 +225,7 @@ class _Writing:
                 rows=rows,
                 temperature=temperature,
                 seed=_mixed(self.seed, number),
+                until=until,
             )
         texts = [
             OwnText(prompt, answer, kind)
@@ -171,7 +236,7 @@ class _Writing:
         self._keep(number, texts)
         return texts
 
-    def _prompts(self) -> tuple[list[list[int]], int, bool, str]:
+    def _prompts(self, until: float, asked: Callable[[], None]) -> tuple[list[list[int]], int, bool, str]:
         """What the next batch answers, its size, whether it samples, and the kind that its texts are of."""
         progress = self.progress
         turn = math.floor((progress.number + 1) * self.share_given) > math.floor(progress.number * self.share_given)
@@ -182,8 +247,9 @@ class _Writing:
         for _ in range(_TRIES):
             if len(progress.waiting) >= self.rows:
                 break
-            progress.waiting += self.questions.write(progress.question_batches, self.rows)
+            progress.waiting += self.questions.batch(progress.question_batches, self.rows, until)
             progress.question_batches += 1
+            asked()
         prompts, progress.waiting = progress.waiting[: self.rows], progress.waiting[self.rows :]
         sampled = (progress.number - progress.given_batches) % 2 == 1
         return prompts, self.rows, sampled, "own sampled" if sampled else "own"
@@ -205,12 +271,12 @@ class _Writing:
         return found
 
     def _keep(self, number: int, texts: list[OwnText]) -> None:
-        asked, answered = self.questions.asked.take_added(), self.answers.take_added()
+        answered = self.answers.take_added()
         if self.work is None:
             return
         value = {
             "texts": [[text.prompt, text.answer, text.kind] for text in texts],
-            **{"asked": asked, "answered": answered, "progress": vars(self.progress)},
+            **{"answered": answered, "progress": vars(self.progress)},
         }
         self.work.write(_shard(number), value)
 

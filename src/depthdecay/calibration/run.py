@@ -23,7 +23,7 @@ from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.size_and_shape import Shape, choose, choose_shape
-from depthdecay.calibration.time_budget import SEARCH_SHARE, time_left
+from depthdecay.calibration.time_budget import SEARCH_SHARE, TimeBudget, time_left
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
@@ -45,15 +45,17 @@ class Calibration:
         settings: CalibrationSettings | None = None,
         *,
         name: str = "the model",
+        time_budget: TimeBudget | None = None,
         say: Say = lambda message: None,
     ) -> None:
+        """`time_budget`: for the whole; unless given, the settings' minutes from now on."""
         self.started = time.monotonic()
         self.stack = LayerStack.of(model)
         self.name = name
         self.identity = identity(self.stack.model)
         self.say = say
         settings = settings or CalibrationSettings.for_device(self.stack.model.device)
-        texts = RecordedTexts(model, tokenizer, prompts, folder, settings, say)
+        texts = RecordedTexts(model, tokenizer, prompts, folder, settings, say, time_budget)
         self.settings, self.work, self.vocabulary = texts.settings, texts.work, texts.vocabulary
         self.fit, self.select = texts.fit, texts.select
         self.held_out, self.elsewhere = texts.held_out, texts.elsewhere

@@ -9,6 +9,7 @@ theirs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,16 +71,16 @@ class Search:
         The guess orders the layers at first; its scale does not matter.
         """
         started = time.monotonic()
+        ends = math.inf if self.latest is None else started + self.latest
         num_layers = self.recording.stack.num_layers
         beam = list(beam) or [Found(promise={layer: float(guess[layer]) for layer in self.candidates})]
         traces = {found.order: self._trace(found.order) for found in beam}
         total = num_layers - self.lowest_depth
         while len(beam[0].order) < total:
-            elapsed = time.monotonic() - started
-            if beam[0].order and self.latest is not None and elapsed > self.latest:
+            if beam[0].order and time.monotonic() > ends:
                 return self._by_promise(beam[0], total)
-            late = self.seconds is not None and elapsed > self.seconds
-            beam, traces = self._next_rung(beam[:1] if late else beam, traces, hasten=late)
+            late = self.seconds is not None and time.monotonic() - started > self.seconds
+            beam, traces = self._next_rung(beam[:1] if late else beam, traces, hasten=late, ends=ends)
             self.save(beam)
             best = beam[0]
             message = f"depth {num_layers - len(best.order)}: without layer {best.order[-1]}, KL {best.last:.4f}"
@@ -106,15 +107,21 @@ class Search:
         return trace
 
     def _next_rung(
-        self, beam: list[Found], traces: dict[tuple[int, ...], Trace], hasten: bool
+        self, beam: list[Found], traces: dict[tuple[int, ...], Trace], hasten: bool, ends: float
     ) -> tuple[list[Found], dict[tuple[int, ...], Trace]]:
-        """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers."""
+        """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers.
+
+        At the time that it ends one layer is tried, no more.
+        """
         tried: dict[frozenset[int], tuple[float, Found, Trace]] = {}
         for found in beam:
             left = self._by_cost(found)
             promise = dict(found.promise)
-            trials = left[: 1 if hasten else self._width(found)]
-            for layer in trials:
+            trials: list[int] = []
+            for layer in left[: 1 if hasten else self._width(found)]:
+                if tried and time.monotonic() > ends:
+                    break
+                trials.append(layer)
                 dropped = frozenset((*found.order, layer))
                 if dropped in tried:
                     kl = tried[dropped][1].last

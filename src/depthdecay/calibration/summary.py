@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from depthdecay.calibration.fidelity import Simulator, shown_positions
@@ -45,11 +46,22 @@ def _means(fidelity: dict[str, Any]) -> dict[str, float]:
 
 
 def layer_influence(run: Calibration) -> list[float]:
-    """KL when a layer alone is dropped, unrepaired; kept, since every plan of one run shows the same."""
+    """KL when a layer alone is dropped, unrepaired; kept, since every plan of one run shows the same.
+
+    Empty where the time is not enough: a picture is the first thing to do without.
+    """
     kept: list[float] | None = run.work.read("influence")
     if kept is None:
         layers = run.stack.num_layers
         simulator = Simulator(run.select)
-        kept = [simulator.measure(Plan.constant(layers, layers - 1, drop_order=[layer])).kl for layer in range(layers)]
+
+        def cost_of(layer: int) -> float:
+            return simulator.measure(Plan.constant(layers, layers - 1, drop_order=[layer])).kl
+
+        started = time.monotonic()
+        kept = [cost_of(0)]
+        if run.time.affordable(layers, time.monotonic() - started) < layers:
+            return []
+        kept += [cost_of(layer) for layer in range(1, layers)]
         run.work.write("influence", kept)
     return kept

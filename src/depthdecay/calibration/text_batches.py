@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,24 @@ _BYTES_A_SCORE = 16  # logits in 32 bits and copies of them
 _LIKELIEST = 50
 
 
+@dataclass(frozen=True)
+class Written:
+    """How much, up to the rows' ends, and how long it took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Written) -> Written:
+        return Written(self.tokens + other.tokens, self.seconds + other.seconds)
+
+    def __sub__(self, other: Written) -> Written:
+        return Written(self.tokens - other.tokens, self.seconds - other.seconds)
+
+    @property
+    def tokens_a_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else math.inf
+
+
 class TextBatches:
     """Batches of one engine, which had best have no tokenizer: text that nobody reads is not put together then."""
 
@@ -31,6 +51,7 @@ class TextBatches:
         self.engine = engine
         self.vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
         self._free = free_bytes(engine.device)  # before the batches themselves take theirs
+        self.written = Written()
 
     def rows(self, positions: int) -> int:
         """How many texts of so many tokens go into one batch: a power of two."""
@@ -50,8 +71,13 @@ class TextBatches:
         rows: int,
         temperature: float | None = None,
         seed: int = 0,
+        until: float = math.inf,
     ) -> list[list[int]]:
-        """What the full model writes behind each prompt: greedily, or sampled at a temperature."""
+        """What the full model writes behind each prompt: greedily, or sampled at a temperature.
+
+        At the time `until` (of `time.monotonic`) all rows stop with what they have written, a token at least.
+        """
+        started = time.monotonic()
         given = [list(prompt) for prompt in prompts]
         if self.engine.uses_graphs:  # one size of batch, one set of graphs
             given += [given[-1]] * (rows - len(given))
@@ -63,10 +89,12 @@ class TextBatches:
             stop=[],
             eos_token_id=sorted(ends) or -1,
             logits_processor=drawing,
-            stopping_criteria=[MostHaveEnded(len(given), ends, self.engine.device)],
+            stopping_criteria=[MostHaveEnded(len(given), ends, self.engine.device), TimeIsOver(until)],
             **PLAIN_GREEDY,
         )
-        return [result.token_ids for result in results[: len(prompts)]]
+        texts = [result.token_ids for result in results[: len(prompts)]]
+        self.written += Written(sum(map(len, texts)), time.monotonic() - started)
+        return texts
 
 
 class DrawnFromLikeliest:
@@ -101,3 +129,14 @@ class MostHaveEnded:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.ended |= torch.isin(input_ids[:, -1], self.ends)
         return (self.ended.sum() >= self.enough).expand(len(input_ids))
+
+
+class TimeIsOver:
+    """A stopping criterion: at a time of `time.monotonic`, for a whole batch."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        is_over = time.monotonic() >= self.until
+        return torch.full((len(input_ids),), is_over, device=input_ids.device)

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
-# By which share of the time the full model's answers and the search should be there; the rest is for the maps.
-ANSWERS_SHARE, SEARCH_SHARE = 0.3, 0.6
+# By which share of the time questions of its own, the full model's answers and the search should be there; the rest is
+# for the maps.
+QUESTIONS_SHARE, ANSWERS_SHARE, SEARCH_SHARE = 0.15, 0.3, 0.6
 
 
 class TimeBudget:
@@ -21,9 +22,18 @@ class TimeBudget:
     def is_bounded(self) -> bool:
         return self.seconds < math.inf
 
+    @property
+    def used(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._started
+
     def left_of(self, share: float = 1.0) -> float:
         """Seconds until so much of the time is used up; never below 0."""
-        return max(0.0, share * self.seconds - (time.monotonic() - self._started))
+        return max(0.0, share * self.seconds - self.used)
+
+    def part(self, share: float) -> TimeBudget:
+        """So much of what is left, from now on."""
+        return TimeBudget(share * self.left_of() / 60)
 
     def affordable(self, count: int, seconds_each: float) -> int:
         """How many of so many the rest of the time is enough for; one at least, since something has to come of it."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from depthdecay.cuda.experts import are_plain
-from depthdecay.cuda.kernels.split_attention import HEAD_SIZES
+from depthdecay.cuda.kernels.split_attention import DTYPES, HEAD_SIZES
 from depthdecay.library_internals import attention_name
 from depthdecay.model.layers import LayerStack
 
@@ -45,7 +44,7 @@ class Exactness:
 def why_inexact(stack: LayerStack) -> str | None:
     """Why our kernels cannot run all that a pass multiplies and attends; None where they can."""
     config = stack.config
-    if stack.model.dtype not in (torch.bfloat16, torch.float16):
+    if stack.model.dtype not in DTYPES:
         return f"products in {str(stack.model.dtype).removeprefix('torch.')} run by cuBLAS, which rounds by their shape"
     name = attention_name(config)
     if name == "sdpa" and stack.caps_scores:
@@ -84,6 +83,6 @@ def _why_unread(module: Any) -> str | None:
     if not is_even(weight):
         rows, columns = weight.shape
         return f"a matrix of {rows} x {columns} does not divide into our kernels' blocks of {SKINNY_COLUMNS} columns"
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
+    if weight.dtype not in DTYPES or not weight.is_contiguous():
         return f"a matrix is in {weight.dtype}, or not in one piece, which our kernels do not read"
     return None

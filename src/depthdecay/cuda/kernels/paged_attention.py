@@ -23,7 +23,7 @@ from depthdecay.cuda.kernels.split_attention import (
     SUMMED,
     chunks_for,
     scores_by,
-    tile_for,
+    tiling,
     triton,
 )
 from depthdecay.runners.kv_blocks import BLOCK
@@ -330,14 +330,13 @@ def _launched(
         VALUE_LANES=value_lanes,
         BLOCK=BLOCK,
         ROWS=ROWS,
-        TILE=tile_for(max(lanes, value_lanes), query.element_size()),
         PARTS=parts,
         SPLIT=SPLIT,
         LEVEL=LEVEL,
         MOST=MOST_DOUBLINGS,
         EXACT=exact,
         CAPPED=softcap is not None,
-        num_warps=4,
+        **tiling(max(lanes, value_lanes), query.element_size()),
     )
     if kept:
         _paged_sum_kernel[(rows * groups, share)](

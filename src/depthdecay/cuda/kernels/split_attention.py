@@ -100,8 +100,10 @@ if triton is not None:
             highest = above
         return found / tl.where(total == 0.0, 1.0, total)
 
-    # One binary for every number of tokens and positions: some numbers would be specialised.
-    @triton.jit(do_not_specialize=["tokens", "rows", "positions", "chunks", "window"])  # type: ignore[untyped-decorator]
+    # One binary for every number of texts, tokens and positions: some numbers would be specialised.
+    _NUMBERS = ["seen_batch", "seen_token", "tokens", "rows", "positions", "chunks", "window"]
+
+    @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]
     def _part_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
@@ -196,7 +198,7 @@ if triton is not None:
             stored = (text * chunks + chunk).to(tl.int64) * rows + row
             store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, DIM)
 
-    @triton.jit(do_not_specialize=["tokens", "rows", "chunks", "window"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]
     def _sum_kernel(  # type: ignore[no-untyped-def]
         part_ptr,
         stat_ptr,
@@ -246,9 +248,12 @@ def chunks_for(positions: int) -> int:
     return level * LEVEL + -(-(positions - LEVEL * (length - SPLIT)) // length)
 
 
-def tile_for(dim: int, itemsize: int) -> int:
-    """Positions that a program holds at once; the same for every kernel, or their bits would differ."""
-    return min(SPLIT, max(16, TILE_BYTES // (dim * itemsize)))
+def tiling(dim: int, itemsize: int) -> dict[str, int]:
+    """Positions that a program holds at once, and its warps; the same for every kernel, or their bits would differ.
+
+    In 32 bits there are no tensor cores, and four warps would not have the registers for it.
+    """
+    return {"TILE": min(SPLIT, max(16, TILE_BYTES // (dim * itemsize))), "num_warps": 8 if itemsize == 4 else 4}
 
 
 def scores_by(scaling: float, softcap: float | None) -> tuple[float, float]:
@@ -319,12 +324,11 @@ def _launched(
         SPLIT=SPLIT,
         LEVEL=LEVEL,
         MOST=MOST_DOUBLINGS,
-        TILE=tile_for(dim, query.element_size()),
         MASKED=masked,
         CAPPED=softcap is not None,
         PDL=overlap,
-        num_warps=4,
         launch_pdl=overlap,
+        **tiling(dim, query.element_size()),
     )
     _sum_kernel[(batch * groups, rows)](
         parts,
