@@ -15,7 +15,17 @@ from tiny_models import PROMPTS as TEXTS
 
 import depthdecay as dd
 from depthdecay.batching.batcher import Batcher, BatchSettings
-from depthdecay.engine.sampling import AnswerPenalties, LogitBias, gumbel_noise, sequence_keys, step_keys
+from depthdecay.engine import sampling
+from depthdecay.engine.request import prepare_request
+from depthdecay.engine.sampling import (
+    AnswerPenalties,
+    LogitBias,
+    Sampler,
+    gumbel_noise,
+    pick_tokens,
+    sequence_keys,
+    step_keys,
+)
 
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3]]
 
@@ -68,6 +78,29 @@ PENALISED: dict[str, dict[str, Any]] = {
     "all": {"frequency_penalty": 0.7, "presence_penalty": 0.5, "logit_bias": {7: 3.0, 12: -100.0}},
 }
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "top_k": 0}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.6}, {"top_k": 7, "min_p": 0.05}, {"logit_bias": {3: 4.0}}, {"repetition_penalty": 1.5}]
+)
+def test_groups_of_a_fixed_size_pick_the_same_tokens(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any number of rows, and processors that read no text see so many rows every time."""
+    engine = dd.Engine(tiny_model(), None)
+    request = prepare_request(engine, [[5, 6, 7]], 9, {"do_sample": True, "temperature": 1.3, "seed": 1, **settings})
+    ids = torch.tensor([[5, 6, 7]])
+    shared = {"logits_processor": request.logits_processor, "max_new_tokens": 9}
+    samplers = [Sampler(engine.stack.model, request.generation_config, ids, keys=[k], **shared) for k in range(19)]
+    logits, indices = torch.randn((19, VOCABULARY), generator=torch.Generator().manual_seed(0)), list(range(19))
+    expected = pick_tokens(samplers, indices, logits)
+    assert len(set(expected)) > 4
+    seen: list[int] = []
+    process = sampling.processed
+    monkeypatch.setattr(
+        sampling, "processed", lambda p, t, scores: (seen.append(len(scores)), process(p, t, scores))[1]
+    )
+    for count in (1, 3, 8, 19):
+        assert pick_tokens(samplers[:count], indices[:count], logits[:count], together=8) == expected[:count]
+    assert set(seen) == ({1} if "repetition_penalty" in settings else {8})
 
 
 def by_hand(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import signal
 import socket
 import sys
@@ -47,6 +48,7 @@ from depthdecay.batching.drafting import BatchDrafting, BatchPace, CPUPace, RowD
 from depthdecay.cli import app  # noqa: E402
 from depthdecay.cli.serve import KEY_VARIABLE, read_key  # noqa: E402
 from depthdecay.plan.schedule import PowerSchedule  # noqa: E402
+from depthdecay.runners.block_runner import BlockRunner  # noqa: E402
 from depthdecay.serve.logs import JsonLines  # noqa: E402
 from depthdecay.serve.responses import Account, ApiAnswer  # noqa: E402
 from depthdecay.serve.token_bytes import token_bytes, token_name  # noqa: E402
@@ -305,9 +307,30 @@ def test_a_lossless_answer_tells_its_drafts_and_metrics_count_them(
 def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
+    about = model.model_extra["depth_decay"]
+    assert not about["exact"]
+    assert "rows of a batch" in about["inexact_because"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_answers_models_and_metrics_tell_whether_answers_are_exact(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "a b", "max_tokens": 3}
+    with running(engine, BATCH) as server:
+
+        def told() -> tuple[Any, Any, str]:
+            card = httpx.get(f"{server.url}/v1/models").json()["data"][0]["depth_decay"]
+            (gauge,) = re.findall(r"^depthdecay_exact (.*)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+            return post(server, body).json()["depth_decay"].get("exact"), card["exact"], gauge
+
+        assert told() == (None, False, "0.0")  # of answers on a CPU nothing is known
+        monkeypatch.setattr(engine, "uses_graphs", True)  # only results look at it by now
+        assert told() == (False, False, "0.0")
+        monkeypatch.setattr(BlockRunner, "inexact", None)
+        assert told() == (True, True, "1.0")
 
 
 # What is refused.
@@ -820,6 +843,7 @@ def test_the_key_comes_from_an_option_a_file_or_the_environment(
         (["--cache-gb", "-1"], "--cache-gb"),
         (["--cache-gb", "0.0000001"], "not even one block"),
         (["--cohort-ms", "-1"], "cohort_seconds"),
+        (["--exact"], "answers cannot be exact here"),
     ],
 )
 def test_options_that_make_no_sense_end_with_one_line(tiny_folder: str, options: list[str], words: str) -> None:

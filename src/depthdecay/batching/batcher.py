@@ -12,9 +12,10 @@ import torch
 
 from depthdecay.batching.admission import Admission
 from depthdecay.batching.drafting import BatchDrafting
+from depthdecay.batching.exact_rows import ROWS_PICKED, exact_layers, prove_exact
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
 from depthdecay.batching.new_rows import Intake
-from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_in_own_passes, read_within_step
+from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_exactly, read_in_own_passes, read_within_step
 from depthdecay.batching.row import BatchRow, from_the_start
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import UNENDING, Request, prepare_request
@@ -46,6 +47,7 @@ class BatchSettings:
     cache_bytes: int | None = None  # for keys and values; None: for max_batch texts, within half of what is free
     max_positions: int | None = None  # longest text, prompt and answer; None: the model's context
     draft_rows: int = 64  # lossless rows draft while a step has no more rows than this, drafts counted
+    exact: bool = False  # whether no answer may depend on its neighbours, to the last bit; refused where it would
     prompts_first: bool = False  # nobody decodes before all prompts are read: for texts that begin and end together
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class Batcher:
         self.engine = engine
         self.stack = engine.stack
         self.settings = settings or BatchSettings()
+        exact = exact_layers(engine) if self.settings.exact else None
         self.clock = clock
         limit = self.stack.context_limit() or DEFAULT_POSITIONS
         self.max_positions = min(limit, self.settings.max_positions or limit)
@@ -118,7 +121,9 @@ class Batcher:
         self.blocks = KVBlocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.repairs = engine.repairs.placed(self.stack.examples())
         self.runner = BlockRunner(self.stack, self.blocks, self.repairs)
-        if engine.uses_graphs:
+        if exact is not None:
+            self.runner.use_exact_graphs(exact, self.settings.max_batch + PROMPT_ROWS)
+        elif engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         placed = engine.head_for_rows()
         self.head = None if placed is None else HeadRows(placed, self.settings.max_batch)
@@ -130,6 +135,13 @@ class Batcher:
         self.pace = self.admission.pace
         self.rows: list[BatchRow] = []
         self.counters = Counters()
+        if exact is not None:
+            prove_exact(self)
+
+    @property
+    def inexact(self) -> str | None:
+        """Why an answer may depend on its neighbours, bit by bit; None where it does not."""
+        return self.runner.inexact
 
     def warm_up(self) -> None:
         """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
@@ -205,10 +217,9 @@ class Batcher:
         """Admit, read a piece of the prompts, then one pass for all that decode: a token each, a draft, or several."""
         self.rows += self.admission.admit(self.rows, self.clock)
         updates: list[Update] = []
-        within = self._within_step()
-        if not within:
-            for reading in read_in_own_passes(self.rows, self.settings.prefill_tokens):
-                updates += self._pass(reading)
+        within, apart = self._prompts_to_read()
+        for reading in apart:
+            updates += self._pass(reading)
         decoding = [row for row in self.rows if not row.in_prompt]
         if self.settings.prompts_first and len(decoding) < len(self.rows):
             decoding = []
@@ -234,9 +245,13 @@ class Batcher:
             room = min(room, self.runner.graphs.rows - sum(row.share for row in within))
         self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
-    def _within_step(self) -> list[BatchRow]:
-        graphs = self.runner.graphs
-        return [] if graphs is None else read_within_step(self.rows, graphs.rows)
+    def _prompts_to_read(self) -> tuple[list[BatchRow], list[list[BatchRow]]]:
+        """Rows whose prompts are read on within the step, and those that are read in passes of their own."""
+        graphs, budget = self.runner.graphs, self.settings.prefill_tokens
+        if graphs is not None and graphs.exact:
+            return read_exactly(self.rows, graphs.rows, budget)
+        within = [] if graphs is None else read_within_step(self.rows, graphs.rows)
+        return within, [] if within else read_in_own_passes(self.rows, budget)
 
     def _pass(self, rows: Sequence[BatchRow]) -> list[Update]:
         """Run a pass; where it fails, halves of it, until only the rows that cannot run are left out.
@@ -330,13 +345,16 @@ class Batcher:
     def _picked(self, asked: Sequence[tuple[BatchRow, int]], logits: torch.Tensor) -> list[int | Exception]:
         """The token with this index of each row."""
         samplers, indices = [row.sampler for row, _ in asked], [index for _, index in asked]
+        together = ROWS_PICKED if self.settings.exact else None
         try:
-            return list(pick_tokens(samplers, indices, logits))
+            return list(pick_tokens(samplers, indices, logits, together=together))
         except Exception:
             tokens: list[int | Exception] = []
             for place in range(len(asked)):
                 try:
-                    tokens += pick_tokens([samplers[place]], [indices[place]], logits[place : place + 1])
+                    tokens += pick_tokens(
+                        [samplers[place]], [indices[place]], logits[place : place + 1], together=together
+                    )
                 except Exception as error:
                     tokens.append(error)
             return tokens
@@ -397,6 +415,8 @@ class Batcher:
         if row.row.finished:
             text += row.row.finish_text()
             result.seconds, result.prefill_seconds = now - row.submitted, row.first_token - row.submitted
+            if self.engine.uses_graphs:
+                result.exact, result.inexact_because = self.inexact is None, self.inexact
             self._leave(row)
             return replace(told, text=text, finished=True, result=result)
         if row.depth < depth:

@@ -41,6 +41,13 @@ def serve(
         ),
     ] = False,
     cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
+    exact: Annotated[
+        bool,
+        _server(
+            "--exact",
+            help="Give every answer, to the last bit, what it gives alone; refused where our CUDA kernels cannot.",
+        ),
+    ] = False,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
     max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
     prefill_tokens: Annotated[
@@ -97,8 +104,9 @@ def serve(
         cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
         max_positions=max_positions,
         draft_rows=draft_rows,
+        exact=exact,
     )
-    with working("making room for keys and values …"):
+    with working("compiling layers and trying them …" if exact else "making room for keys and values …"):
         worker = Worker(Batcher(engine, settings), max_waiting=max_waiting, timeout_seconds=timeout)
     app = make_app(
         worker,

@@ -92,7 +92,7 @@ class CompiledLayers:
 
         plain = layer_pass.repairs
         experts = experts_apart(stack) if is_exact(rows) else contextlib.nullcontext()
-        with one_index(stack), waiting_first(), experts, self._beside(stack, rows):
+        with one_index(stack), waiting_first(), experts, self.beside(stack, rows):
             layer_pass.run_layer = run_layer
             layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
             try:
@@ -102,7 +102,7 @@ class CompiledLayers:
                 layer_pass.repairs = plain
 
     @contextlib.contextmanager
-    def _beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
+    def beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
         """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding.
 
         Where bits must not depend on the number of rows, the output matrix as well: cuBLAS chooses its kernel by it.

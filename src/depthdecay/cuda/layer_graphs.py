@@ -21,13 +21,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from depthdecay.cuda.capture_or_fallback import Graphs
-from depthdecay.cuda.compiled_layers import CompiledLayers, one_cache, one_index
+from depthdecay.cuda.compiled_layers import CompiledLayers, Rows, one_cache, one_index
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.errors import NotCapturable
 from depthdecay.library_internals import attention_named, attention_registered, optimized_for_decoding
 from depthdecay.model.grouped_attention import is_plain, scaling_of
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
-from depthdecay.model.repairs import Repairs
+from depthdecay.model.repairs import Repair, Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from depthdecay.runners.forward import first_rows
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
@@ -81,6 +81,8 @@ class LayerGraphs:
     What cannot be captured raises `NotCapturable`.
     """
 
+    exact = False  # whether a row's bits are its own: `cuda/exact_layer_graphs`
+    rows_kind: Rows = "many"  # how layers are compiled
     states: torch.Tensor  # of every row, between layers
     places: torch.Tensor  # (layer, row): where the row's new key goes
     logits: torch.Tensor
@@ -92,7 +94,10 @@ class LayerGraphs:
         self.blocks = blocks
         self.graphs = Graphs(compiled, "a batch of this model")
         self.rows = bucket_of(rows)
-        self.maps = {depth: repairs.at(depth) for depth in repairs.at_depth}
+        self.maps = {
+            depth: {layer: self._map_of(repair) for layer, repair in repairs.at(depth).items()}
+            for depth in repairs.at_depth
+        }
         self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
         self.asking: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
         self.attention = torch.compiler.disable(self._attend)  # one object: compiled layers know it by its identity
@@ -117,6 +122,15 @@ class LayerGraphs:
     def takes(self, tokens: int) -> bool:
         return tokens <= self.rows
 
+    def bucket(self, rows: int) -> int:
+        """The number of rows that a graph has for so many."""
+        return bucket_of(rows)
+
+    @property
+    def buckets(self) -> list[int]:
+        """All of them, the largest first."""
+        return sorted({self.bucket(rows) for rows in range(1, self.rows + 1)}, reverse=True)
+
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         """Nothing here waits for the device."""
@@ -127,23 +141,25 @@ class LayerGraphs:
             states = {}
             for layer, count in enumerate(profile.counts):
                 if count:
-                    self._layer_graph(layer, bucket_of(count)).replay()
+                    self._layer_graph(layer, self.bucket(count)).replay()
                 for depth, (_, held) in profile.segments.items():
                     if layer in self.maps.get(depth, ()):
-                        self._map_graph(depth, layer, bucket_of(held)).replay()
+                        self._map_graph(depth, layer, self.bucket(held)).replay()
                 if layer in ask.states:
                     states[layer] = self.states[: len(tokens.ids)].flatten(0, -2).clone()
-            self._frame_graph("tail", self._tail).replay()
-            logits = self.logits.index_select(0, self.last[: len(tokens.wanted)])
-            return Said(logits, profile.counts, states=states)
+            return Said(self._behind_layers(len(tokens.wanted)), profile.counts, states=states)
+
+    def _behind_layers(self, wanted: int) -> torch.Tensor:
+        """The logits of the tokens wanted."""
+        self._frame_graph("tail", self._tail).replay()
+        return self.logits.index_select(0, self.last[:wanted])
 
     def capture_layers(self) -> None:
         """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""
         with torch.no_grad(), self._on_device(), self.stack.exclusive():
             self.inputs.zero_()
             self._frame_graph("head", self._head).replay()
-            sizes = {bucket_of(rows) for rows in range(1, self.rows + 1)}
-            for rows in sorted(sizes, reverse=True):
+            for rows in self.buckets:
                 for layer in range(self.stack.num_layers):
                     self._layer_graph(layer, rows)
 
@@ -199,7 +215,7 @@ class LayerGraphs:
 
         def warm_up() -> None:
             if kind not in self._warm:
-                self._layer(layer, rows)
+                self._warm_layer(layer, rows)
                 self._warm.add(kind)
 
         def run() -> None:
@@ -207,6 +223,12 @@ class LayerGraphs:
             torch.where(self._is_own(rows, self.counts[layer]), self._layer(layer, rows), own, out=own)
 
         return self._graph(("layer", layer, rows), warm_up, run)
+
+    def _warm_layer(self, layer: int, rows: int) -> None:
+        self._layer(layer, rows)
+
+    def _map_of(self, repair: Repair) -> Callable[[torch.Tensor], torch.Tensor]:
+        return repair
 
     def _map_graph(self, depth: int, layer: int, rows: int) -> torch.cuda.CUDAGraph:
         repair = self.maps[depth][layer]
@@ -252,9 +274,11 @@ class LayerGraphs:
         """The model's forward behind its layers. What comes before them runs once more, which is next to nothing."""
         self.logits = self._forward(lambda index, *_: self.stack.answer(index, self.states[: self.rows]))
 
-    def _forward(self, run_layer: Callable[..., Any]) -> torch.Tensor:
-        tokens, positions = self.tokens.unsqueeze(1), self.positions.unsqueeze(1)
-        return self.stack.run(LayerPass(run_layer=run_layer), tokens, self.mask, self.cache, positions)[:, -1]
+    def _forward(self, run_layer: Callable[..., Any], rows: int | None = None) -> torch.Tensor:
+        """The model's own forward over the first so many rows, or all, with something else in its layers' place."""
+        tokens, positions, mask = (own[:rows] for own in (self.tokens, self.positions, self.mask))
+        layer_pass = LayerPass(run_layer=run_layer)
+        return self.stack.run(layer_pass, tokens.unsqueeze(1), mask, self.cache, positions.unsqueeze(1))[:, -1]
 
     def _layer(self, index: int, rows: int) -> torch.Tensor:
         """The states behind a layer of the first so many rows."""
@@ -270,7 +294,7 @@ class LayerGraphs:
         else:  # in a few compiled pieces around its attention
             args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
             with one_index(self.stack):
-                output = compiled.layer(self.stack, index, "many", args, kwargs)
+                output = compiled.layer(self.stack, index, self.rows_kind, args, kwargs)
         if self.asking is not None:
             raise RuntimeError("the model has an attention of its own")
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -307,8 +331,8 @@ class LayerGraphs:
         places = self.places[layer, : key.shape[0]]
         store.keys.index_copy_(0, places, key[:, :, 0])
         store.values.index_copy_(0, places, value[:, :, 0])
-        scaling = scaling_of(query, kwargs)
-        return attend_paged(query, store.keys, store.values, self.paged, layer, scaling, window, softcap), None
+        asked = (store.keys, store.values, self.paged, layer, scaling_of(query, kwargs), window, softcap)
+        return (attend_paged(query, *asked, exact=True) if self.exact else attend_paged(query, *asked)), None
 
 
 def _filled(values: list[int], count: int) -> list[int]:

@@ -165,6 +165,7 @@ class Engine:
         max_new_tokens: int | None = None,
         *,
         mode: str | None = None,
+        exact: bool = False,
         streamer: BaseStreamer | None = None,
         progress: Callable[[int], None] | None = None,
         **settings: Any,
@@ -175,12 +176,13 @@ class Engine:
         of token ids. Settings, where not given, come from `generation_config`, and what that leaves open from the
         model's own: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop,
         chat, logits_processor, stopping_criteria. A transformers `streamer` is told the tokens of one prompt, and
-        `progress` after each step how many tokens the longest answer has.
+        `progress` after each step how many tokens the longest answer has. `exact`: on CUDA, an answer does not depend
+        on the other prompts, to the last bit; it is the one of `serve --exact`, and refused where it cannot be.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
         with told_to(streamer, request.prompts, results) as tell:
-            for _ in self._decoded(request, results):
+            for _ in self._decoded(request, results, exact):
                 tell()
                 if progress is not None:
                     progress(max(len(result.token_ids) for result in results))
@@ -197,7 +199,7 @@ class Engine:
         pieces = (pieces[0] for pieces in self._decoded(request, results) if pieces[0])
         return Stream(pieces, results[0])
 
-    def _decoded(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
+    def _decoded(self, request: Request, results: list[Result], exact: bool = False) -> Iterator[list[Piece]]:
         require_eval(self.stack.model)
         if not self._has_told_of_compiling:
             self._has_told_of_compiling = True
@@ -205,6 +207,8 @@ class Engine:
                 "compiling layers and capturing graphs, once; what is compiled is kept on disk for the next start"
             )
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
+        if exact:
+            return self._decode_rows(request, results, exact=True)
         if results[0].mode != "lossless":
             return self._decode(request, results)
         if request.stopping_criteria:
@@ -323,7 +327,7 @@ class Engine:
                 yield [piece]
             return
         try:
-            yield from self._decode_windows_of_rows(request, results)
+            yield from self._decode_rows(request, results)
         except UnsupportedModelError:  # by batches; then one text after the other
             for row in range(len(results)):
                 for piece in self._decode_windows(request, results, row):
@@ -407,8 +411,8 @@ class Engine:
             positions = room_for(positions, 1)
         return self._block_runner([[positions] * self.stack.num_layers])
 
-    def _decode_windows_of_rows(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
-        """Several texts: as a server's batch has them, each in windows of its own."""
+    def _decode_rows(self, request: Request, results: list[Result], exact: bool = False) -> Iterator[list[Piece]]:
+        """Several texts as a server's batch has them, each by itself: in lossless mode, in windows of its own."""
         from depthdecay.batching.batcher import Batcher, BatchSettings
 
         started, count = time.perf_counter(), len(results)
@@ -421,10 +425,12 @@ class Engine:
             max_positions=positions,
             draft_rows=16 if self.uses_graphs else 64,
             prompts_first=True,
+            exact=exact,
         )
 
         def fits(kept: Batcher) -> bool:
-            return kept.settings.max_batch == count and kept.max_positions >= positions
+            alike = kept.settings.exact == exact and kept.max_positions >= positions
+            return alike and (kept.settings.max_batch == count or (exact and kept.settings.max_batch > count))
 
         def make() -> Batcher:
             return Batcher(self, settings)
@@ -432,17 +438,19 @@ class Engine:
         # Only graphs take long to make; a new batch sees weights that have changed since.
         lent = self._rows.lent(fits, make) if self.uses_graphs else contextlib.nullcontext(make())
         with lent as batcher:
-            samplers = [self._sampler(request, row) for row in range(count)]
-            ids = batcher.submit(request, mode="lossless", into=list(zip(results, samplers, strict=True)))
+            samplers = [self._sampler(request, row, padded=not exact) for row in range(count)]
+            mode, into = results[0].mode, list(zip(results, samplers, strict=True))
+            ids = batcher.submit(request, self.plan if mode == "decay" else None, mode, into=into)
             places = {number: place for place, number in enumerate(ids)}
             try:
                 while not batcher.is_idle:
-                    pieces = [""] * count
+                    pieces, depths = [""] * count, [self.stack.num_layers] * count
                     for update in batcher.step():
                         if update.error is not None:
                             raise update.error
                         pieces[places[update.id]] += update.text
-                    yield [Piece(piece, self.stack.num_layers) for piece in pieces]
+                        depths[places[update.id]] = update.depth
+                    yield [Piece(piece, depth) for piece, depth in zip(pieces, depths, strict=True)]
             finally:
                 for number in ids:
                     batcher.cancel(number)
@@ -490,10 +498,11 @@ class Engine:
         other = portable_head_of(self.drafting_plan)
         return None if other is None else placed_head(other, self.stack)
 
-    def _sampler(self, request: Request, row: int | None = None) -> Sampler:
-        """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate."""
+    def _sampler(self, request: Request, row: int | None = None, *, padded: bool = True) -> Sampler:
+        """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate,
+        unless a row must not know how long the others are."""
         own = slice(None) if row is None else slice(row, row + 1)
-        length = max(map(len, request.prompts))
+        length = max(map(len, request.prompts if padded else request.prompts[own]))
         ids = [[request.pad_token_id] * (length - len(prompt)) + prompt for prompt in request.prompts[own]]
         return Sampler(
             self.stack.model,

@@ -36,8 +36,9 @@ class Result:
     layer_passes: int = 0  # layers of all passes that this row took part in, drafts included
     cache_bytes: int = 0  # keys and values of the whole batch
     cache_bytes_saved: int = 0  # against the same room in every layer
-    # On CUDA: whether steps and verifications of any width give every token the same bits, so that lossless and full
-    # answers are the same; None where nothing is known of it. And a sentence that says why not.
+    # On CUDA: whether a token has the same bits whatever runs with it in a pass, drafts or other texts: so lossless and
+    # full answers are the same, and none depends on those beside it. None where nothing is known of it. And a sentence
+    # that says why not.
     exact: bool | None = None
     inexact_because: str | None = None
 

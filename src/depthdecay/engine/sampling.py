@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from depthdecay.library_internals import logits_processors
@@ -233,10 +234,13 @@ def pick_tokens(
     indices: Sequence[int],
     logits: torch.Tensor,
     ahead: Sequence[Sequence[int]] | None = None,
+    *,
+    together: int | None = None,
 ) -> list[int]:
     """T_index of each row, as its own sampler alone would pick it; rows that are picked alike are picked together.
 
     `ahead`: by row, tokens behind those on record that come before T_index. Nothing is recorded here.
+    `together`: process scores of always so many rows, since CUDA's sums along a row go by how many there are.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
@@ -245,10 +249,10 @@ def pick_tokens(
     tokens = []
     for rows in groups.values():
         own, first = rows_of(logits, rows), rows[0]
-        if len(rows) == 1:
+        if len(rows) == 1 and (together is None or alike(samplers[first]) is None):
             tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first])[0])
         else:
-            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own))
+            tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own, together))
     order = [row for rows in groups.values() for row in rows]
     picked = [0] * len(samplers)
     for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the one wait for the device
@@ -256,14 +260,29 @@ def pick_tokens(
     return picked
 
 
-def _picked(samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+def _picked(
+    samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
+) -> torch.Tensor:
     scores = logits.to(torch.float32)
     if samplers[0].processors:
-        scores = processed(samplers[0].processors, samplers[0].history[:0], scores)
+        scores = _processed_alike(samplers[0], scores, together)
     if not samplers[0].is_sampling:
         return likeliest(scores)
     keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
     return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+
+
+def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:
+    """Scores of rows as a sampler that reads no text leaves them; where asked for, always of so many rows at once."""
+    text = sampler.history[:0]
+    if together is None:
+        return processed(sampler.processors, text, scores)
+    rows, tokens = scores.shape
+    # Every row begins at an address that a kernel may read 16 bytes from: else sums go by where it begins.
+    filled = functional.pad(scores, (0, -tokens % 16, 0, -rows % together), value=float("-inf"))
+    filled[rows:, 0] = 0.0  # rows that count for nothing, but have a likeliest token
+    groups = [processed(sampler.processors, text, group) for group in filled.split(together)]
+    return torch.cat(groups)[:rows, :tokens]
 
 
 def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

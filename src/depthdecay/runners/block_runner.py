@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from depthdecay.errors import NotCapturable
+from depthdecay.errors import DepthDecayError, NotCapturable, one_line
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Said
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from depthdecay.cuda.layer_graphs import LayerGraphs
 
 Found = TypeVar("Found")
+MOST_IN_STEPS = 256  # of a prompt's tokens: where bits must be its own, a longer piece has a pass to itself
+INEXACT = "rows of a batch share their products, which round by how many rows there are"
 
 
 class BlockRunner:
@@ -42,6 +44,13 @@ class BlockRunner:
         self.compiled = None
         self.graphs = LayerGraphs(self.stack, self.blocks, self.repairs, tokens, compiled)
 
+    def use_exact_graphs(self, compiled: CompiledLayers, tokens: int) -> None:
+        """The same, with bits of every row that do not depend on the others, and no other way beside it."""
+        from depthdecay.cuda.exact_layer_graphs import ExactLayerGraphs
+
+        self.compiled = None
+        self.graphs = ExactLayerGraphs(self.stack, self.blocks, self.repairs, tokens, compiled)
+
     @property
     def cache_bytes(self) -> int:
         return self.blocks.nbytes
@@ -50,7 +59,14 @@ class BlockRunner:
     def cache_bytes_uniform(self) -> int:
         return self.blocks.nbytes_uniform
 
-    inexact = "passes over keys and values in blocks may round by how many tokens run together"
+    @property
+    def inexact(self) -> str | None:
+        """Why a token's bits may depend on what runs with it; None where they do not."""
+        return None if self._exact_graphs is not None else INEXACT
+
+    @property
+    def _exact_graphs(self) -> LayerGraphs | None:
+        return self.graphs if self.graphs is not None and self.graphs.exact else None
 
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         tokens = 0
@@ -59,6 +75,8 @@ class BlockRunner:
             self.blocks.make_room(part)
         if self.compiled is not None and self.compiled.takes(tokens):
             return self.compiled.run(parts, ask)
+        if self._exact_graphs is not None:
+            return self._exactly(self._exact_graphs, parts, tokens, ask)
         if self.graphs is not None and ask.fed is None and self.graphs.takes(tokens):
             said = self._by_graphs(parts, ask)
             if said is not None:
@@ -67,24 +85,35 @@ class BlockRunner:
 
     def capture_ahead(self) -> None:
         """Capture what steps will need, where they run as graphs."""
-        if self.graphs is not None:
+        if self._exact_graphs is not None:
+            _or_refused(self._exact_graphs.capture_layers)
+        elif self.graphs is not None:
             self._attempt(self.graphs.capture_layers)
 
-    def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
-        """None where the pass has to run eagerly. The first one is held against an eager pass."""
-        from depthdecay.cuda.capture_or_fallback import require_alike
+    def _exactly(self, graphs: LayerGraphs, parts: Sequence[Part], tokens: int, ask: Ask) -> Said:
+        """By graphs, or not at all, but for a long piece of one prompt: alone in its pass, that has the same shapes and
+        so the same bits whatever else is in the batch."""
+        if len(parts) == 1 and tokens > MOST_IN_STEPS:
+            return self.forward.run(parts, ask)
+        if not graphs.takes(tokens):
+            raise RuntimeError(f"{tokens} tokens of {len(parts)} texts do not fit into a pass of {graphs.rows} rows")
+        return _or_refused(lambda: self._compared(graphs, parts, ask))
 
+    def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
+        """None where the pass has to run eagerly."""
         graphs = self.graphs
         assert graphs is not None
+        return self._attempt(lambda: self._compared(graphs, parts, ask))
 
-        def run() -> Said:
-            said = graphs.run(parts, ask)
-            if not graphs.graphs.compared:
-                require_alike(said.logits, self.forward.run(parts).logits, "graphs of layers")
-                graphs.graphs.compared.add("pass")
-            return said
+    def _compared(self, graphs: LayerGraphs, parts: Sequence[Part], ask: Ask) -> Said:
+        """A pass by graphs; the first one is held against an eager pass."""
+        from depthdecay.cuda.capture_or_fallback import require_alike
 
-        return self._attempt(run)
+        said = graphs.run(parts, ask)
+        if not graphs.graphs.compared:
+            require_alike(said.logits, self.forward.run(parts).logits, "graphs of layers")
+            graphs.graphs.compared.add("pass")
+        return said
 
     def _attempt(self, run: Callable[[], Found]) -> Found | None:
         assert self.graphs is not None
@@ -93,3 +122,13 @@ class BlockRunner:
         except NotCapturable:
             self.graphs = None
             return None
+
+
+def _or_refused(run: Callable[[], Found]) -> Found:
+    """For exact passes there is no other way to run."""
+    try:
+        return run()
+    except NotCapturable as error:
+        raise DepthDecayError(
+            f"answers cannot be exact here, since layers cannot run compiled and as CUDA graphs: {one_line(error)}"
+        ) from error

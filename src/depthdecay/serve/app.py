@@ -184,6 +184,8 @@ class Service:
             "max_speedup_over": self.most_speedups,
             "max_tokens": self.worker.batcher.max_positions,
             "chat": bool(getattr(self.engine.tokenizer, "chat_template", None)),
+            "exact": self.worker.batcher.inexact is None,
+            "inexact_because": self.worker.batcher.inexact,
         }
         name = self.settings.model_name
         return {"id": name, "object": "model", "created": self.created, "owned_by": "depthdecay", "depth_decay": about}

@@ -54,6 +54,7 @@ class Metrics:
         batcher = worker.batcher
         gauge("requests_waiting", "Sequences that have no place in the batch yet.", lambda: worker.waiting)
         gauge("rows_running", "Sequences in the batch.", lambda: len(batcher.rows))
+        gauge("exact", "1 when no answer depends on its neighbours.", lambda: float(batcher.inexact is None))
         gauge("ready", "1 when requests are taken.", lambda: float(worker.state == "ready"))
         gauge("cache_used_bytes", "Keys and values held.", lambda: batcher.usage().used)
         gauge("cache_free_bytes", "Keys and values not held.", lambda: batcher.usage().free)

@@ -154,6 +154,8 @@ class ApiAnswer:
             "layers_full": full,
             "layer_speedup": full / executed if executed else 1.0,
         }
+        if results and all(result.exact is not None for result in results):  # where anything is known of it
+            account["exact"] = all(result.exact for result in results)
         if self.mode == "lossless":
             drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
             account |= {"drafted": drafted, "accepted": accepted, "acceptance": accepted / drafted if drafted else None}

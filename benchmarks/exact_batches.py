@@ -1,0 +1,220 @@
+"""What exact batches cost, and what they give: answers that do not depend on their neighbours.
+
+python benchmarks/exact_batches.py cost [--shape llama-2-7b] [--rows 1,8,16,64] [--json FILE]: full-depth steps of a
+plain batch and of an exact one, in turns, on random weights of a true shape; and how long so many prompts take to read.
+
+python benchmarks/exact_batches.py count --model M --prompts FILE [--at 8,64] [--json FILE]: prompts of a real model
+alone, then so many at a time with random arrivals; how many answers differ from those alone, in an exact batch and in a
+plain one. To answer alone takes most of the time: --count and --skip share the prompts out among runs, and the plain
+batch answers the first --plain of them only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from depthdecay import Engine
+from depthdecay.batching.batcher import Batcher, BatchSettings
+from depthdecay.bench.model_shapes import SHAPES, random_model
+from depthdecay.engine.request import PLAIN_GREEDY, UNENDING, prepare_request
+from depthdecay.model.devices import choose_device, choose_dtype
+from depthdecay.prompt_files import read_prompts
+from depthdecay.result_files import require_writable, write_result
+
+WAYS = ("plain", "exact")
+
+
+def batcher_of(engine: Engine, way: str, rows: int, positions: int) -> Batcher:
+    settings = BatchSettings(
+        max_batch=rows, prefill_tokens=1024, cohort_seconds=0, max_positions=positions, exact=way == "exact"
+    )
+    begun = time.perf_counter()
+    batcher = Batcher(engine, settings)
+    batcher.warm_up()
+    print(f"{way}: ready in {time.perf_counter() - begun:.1f} s", flush=True)
+    return batcher
+
+
+# What it costs.
+
+
+def timed_steps(batcher: Batcher, rows: int, prompt: int, steps: int) -> tuple[float, float]:
+    """Milliseconds until so many prompts are read, and of a step in which all decode."""
+    chosen = random.Random(rows)
+    vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
+    prompts = [[chosen.randrange(3, vocabulary) for _ in range(prompt)] for _ in range(rows)]
+    numbers = []
+    for ids in prompts:
+        numbers += batcher.submit(prepare_request(batcher.engine, [ids], batcher.max_positions - prompt, UNENDING))
+    begun = time.perf_counter()
+    while not batcher.rows or any(row.in_prompt for row in batcher.rows):
+        require_no_error(batcher.step())
+    read = time.perf_counter() - begun
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        updates = batcher.step()
+        times.append(time.perf_counter() - begun)
+        require_no_error(updates)
+        assert len(updates) == rows
+    for number in numbers:
+        batcher.cancel(number)
+    return 1000 * read, 1000 * statistics.median(times)
+
+
+def require_no_error(updates: Sequence[Any]) -> None:
+    for update in updates:
+        if update.error is not None:
+            raise update.error
+
+
+def cost(arguments: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = choose_device(arguments.device), choose_dtype(arguments.dtype)
+    assert dtype is not None
+    numbers = [int(rows) for rows in arguments.rows.split(",")]
+    # The first to be read decode while the others are: a step reads 64 tokens of prompts or more.
+    positions = arguments.prompt + arguments.prompt * max(numbers) // 64 + arguments.steps + 64
+    engine = Engine(random_model(arguments.shape, device, dtype), None, compile=True)
+    batchers = {way: batcher_of(engine, way, max(numbers), positions) for way in WAYS}
+    seen: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for turn in range(arguments.rounds):
+        for rows in numbers:
+            for way in WAYS if turn % 2 == 0 else WAYS[::-1]:
+                times = timed_steps(batchers[way], rows, arguments.prompt, arguments.steps)
+                seen.setdefault((way, rows), []).append(times)
+    lines = []
+    for rows in numbers:
+        line: dict[str, Any] = {"rows": rows}
+        for way in WAYS:
+            read, step = (min(times) for times in zip(*seen[way, rows], strict=True))
+            line |= {f"{way}_step_ms": round(step, 3), f"{way}_read_ms": round(read, 1)}
+        line["exact_over_plain"] = round(line["exact_step_ms"] / line["plain_step_ms"], 3)
+        lines.append(line)
+        print(" ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+    return {"model": arguments.shape, "prompt": arguments.prompt, "lines": lines}
+
+
+# What it gives.
+
+
+def answered(batcher: Batcher, requests: Sequence[Any], mode: str, at_a_time: int) -> list[list[int]]:
+    """The tokens of each request, so many at a time, in random order and at random steps."""
+    chosen = random.Random(at_a_time)
+    order = chosen.sample(range(len(requests)), len(requests))
+    places: dict[int, int] = {}
+    found: list[list[int]] = [[] for _ in requests]
+    ended = 0
+    while ended < len(requests):
+        while order and len(places) - ended < at_a_time and (batcher.is_idle or chosen.random() < 0.7):
+            place = order.pop()
+            (number,) = batcher.submit(requests[place], None, mode)
+            places[number] = place
+        for update in batcher.step():
+            require_no_error([update])
+            found[places[update.id]].append(update.token)
+            ended += update.finished
+    return found
+
+
+def differing(found: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> tuple[int, float | None]:
+    """How many answers differ, and the middle of where they begin to."""
+    firsts = []
+    for got, expected in zip(found, alone, strict=True):
+        if got != expected:
+            both = zip(got, expected, strict=False)
+            same = [place for place, (ours, theirs) in enumerate(both) if ours != theirs]
+            firsts.append(same[0] if same else min(len(got), len(expected)))
+    return len(firsts), statistics.median(firsts) if firsts else None
+
+
+def count(arguments: argparse.Namespace) -> dict[str, Any]:
+    from depthdecay.model.load import load
+
+    companies = [int(number) for number in arguments.at.split(",")]
+    loaded = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    engine = Engine(loaded, compile=True)
+    prompts = read_prompts(arguments.prompts)[arguments.skip : arguments.skip + arguments.count]
+    sampling = dict(PLAIN_GREEDY)
+    if arguments.temperature is not None:
+        sampling |= {"do_sample": True, "temperature": arguments.temperature, "top_p": 0.9, "seed": 1}
+    requests = [prepare_request(engine, [prompt], arguments.tokens, dict(sampling)) for prompt in prompts]
+    positions = max(len(request.prompts[0]) for request in requests) + arguments.tokens
+    lines = []
+    for way in WAYS[::-1]:
+        asked = requests if way == "exact" else requests[: arguments.plain]
+        if not asked:
+            continue
+        batcher = batcher_of(engine, way, max(companies), positions)
+        begun = time.perf_counter()
+        alone = answered(batcher, asked, arguments.mode, 1)
+        seconds = time.perf_counter() - begun
+        print(f"{way}: {len(asked)} alone in {seconds:.1f} s, {sum(map(len, alone))} tokens", flush=True)
+        for company in companies:
+            begun = time.perf_counter()
+            found = answered(batcher, asked, arguments.mode, company)
+            seconds = time.perf_counter() - begun
+            number, first = differing(found, alone)
+            line = {"way": way, "at_a_time": company, "answers": len(asked), "differing": number, "from_token": first}
+            lines.append(line | {"tokens_per_second": round(sum(map(len, found)) / seconds, 1)})
+            print(" ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+        if way == "exact" and arguments.engine:
+            single = [
+                engine.generate(request.prompts, arguments.tokens, mode="full", **sampling)[0].token_ids
+                for request in asked[: arguments.engine]
+            ]
+            number, first = differing(single, alone[: arguments.engine])
+            line = {"way": "Engine.generate", "at_a_time": 1, "answers": len(single), "differing": number}
+            lines.append(line | {"from_token": first})
+            print(" ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+        del batcher
+        torch.cuda.empty_cache()
+    return {"model": loaded.name, "lines": lines}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    costs = commands.add_parser("cost")
+    costs.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
+    costs.add_argument("--rows", default="1,8,16,64")
+    costs.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    costs.add_argument("--steps", type=int, default=20, help="that are timed in each round")
+    costs.add_argument("--rounds", type=int, default=3)
+    counts = commands.add_parser("count")
+    counts.add_argument("--model", required=True)
+    counts.add_argument("--prompts", required=True, help="a .jsonl or .txt file")
+    counts.add_argument("--skip", type=int, default=0)
+    counts.add_argument("--count", type=int, default=200)
+    counts.add_argument("--plain", type=int, default=40, help="so many of them in a plain batch too")
+    counts.add_argument("--engine", type=int, default=0, help="so many of them by Engine.generate too")
+    counts.add_argument("--tokens", type=int, default=256)
+    counts.add_argument("--at", default="8,64", help="how many at a time")
+    counts.add_argument("--mode", choices=("full", "lossless"), default="full")
+    counts.add_argument("--temperature", type=float, help="seeded, with top-p 0.9; else greedy")
+    for command in (costs, counts):
+        command.add_argument("--device")
+        command.add_argument("--dtype", default="bf16")
+        command.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    require_writable(arguments.json)
+    begun = time.perf_counter()
+    figures = cost(arguments) if arguments.command == "cost" else count(arguments)
+    figures["whole_seconds"] = round(time.perf_counter() - begun, 1)
+    print(f"{figures['whole_seconds']} s")
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "model", "prompts")}
+    write_result(arguments.json, {"exact_batches": settings, **figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Whether no answer of a batch depends on its neighbours: what that needs, and the trial that shows it.
+
+In such a batch every token of every row is computed by kernels whose order of sums does not know the other rows
+(`cuda/exact_layer_graphs`), prompts are read in pieces that their own length decides (`batching/prompt_reading`), and
+scores are processed in groups of a fixed size (`engine/sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from depthdecay.batching.row import from_the_start
+from depthdecay.engine.engine import Engine
+from depthdecay.errors import DepthDecayError
+from depthdecay.runners.block_runner import MOST_IN_STEPS
+from depthdecay.runners.contract import Part
+
+if TYPE_CHECKING:
+    from depthdecay.batching.batcher import Batcher
+    from depthdecay.cuda.compiled_layers import CompiledLayers
+
+ROWS_PICKED = 8  # whose scores are processed together
+
+
+def exact_layers(engine: Engine) -> CompiledLayers:
+    """The layers that exact rows run by; what cannot be promised is refused before anything is compiled for it."""
+    reason = why_inexact(engine)
+    if reason is not None or engine.compiled is None:
+        raise DepthDecayError(f"answers cannot be exact here: {reason}")
+    layers: CompiledLayers = engine.compiled
+    return layers
+
+
+def why_inexact(engine: Engine) -> str | None:
+    """Why a row's bits would depend on the others whatever we do; None where our kernels can run it."""
+    if not engine.uses_graphs:
+        return f"only our CUDA kernels promise that, as CUDA graphs, and this model runs eagerly on {engine.device}"
+    from depthdecay.cuda.exactness import UNCOMPILED
+
+    if engine.compiled is None:
+        return UNCOMPILED
+    engine.compiled.exactness.examine(engine.stack)
+    reason: str | None = engine.compiled.exactness.inexact
+    return reason
+
+
+def prove_exact(batcher: Batcher) -> None:
+    """Compile and capture all that steps need, then hold rows in company against the same rows alone."""
+    batcher.runner.capture_ahead()
+    depths = {batcher.stack.num_layers, *sorted(batcher.repairs.at_depth)[:1]}  # and maps, where there are any
+    if not all(_same_bits(batcher, depth) for depth in depths):
+        raise DepthDecayError(
+            "answers cannot be exact here: a trial has shown that this model's logits depend on the rows beside them"
+        )
+
+
+def _same_bits(batcher: Batcher, depth: int) -> bool:
+    """Whether a text's tokens say the same in one pass, and in passes of other widths behind rows of another text."""
+    blocks, plan, layers = batcher.blocks, batcher.engine.drafting_plan, batcher.stack.num_layers
+    vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
+    graphs = batcher.runner.graphs
+    assert graphs is not None
+    tokens = min(graphs.rows // 2, MOST_IN_STEPS, batcher.max_positions)  # and as many of company
+    while not blocks.can_hold(needs := from_the_start(blocks.needs(batcher.engine.full_plan, tokens, 1))):
+        tokens //= 2
+    text, other = ([number * step % vocabulary for number in range(tokens)] for step in (31, 17))
+    slots = [blocks.enter(needs)]
+    if blocks.can_hold(needs):
+        slots.append(blocks.enter(needs))
+
+    def said(widths: Sequence[int], company: int) -> torch.Tensor:
+        logits, at = [], 0
+        for width in widths:
+            parts = [Part(slots[0], at, text[at : at + width], depth, plan, wanted=width)]
+            if company and len(slots) > 1:  # at full depth, and so before the text
+                parts.insert(0, Part(slots[1], 0, other[:company], layers, plan, wanted=company))
+            logits.append(batcher.runner.run(parts).logits[-width:])
+            at += width
+        return torch.cat(logits).view(torch.uint8)
+
+    try:
+        whole = said([tokens], 0)
+        return all(torch.equal(said(widths, company), whole) for widths, company in _ways(tokens))
+    finally:
+        for slot in slots:
+            blocks.leave(slot)
+
+
+def _ways(tokens: int) -> list[tuple[list[int], int]]:
+    """Widths of passes over so many tokens, and rows of company: graphs of every size, and every place in them."""
+    single, growing = [1] * min(16, tokens), [1]
+    while sum(growing) < tokens:  # 1, 2, 3, 5, 9, 17, …: one more than a graph has rows
+        growing.append(min(2 ** (len(growing) - 1) + 1, tokens - sum(growing)))
+    rest = [tokens - len(single)] if tokens > len(single) else []
+    return [(single + rest, 0), (growing, 0), (growing[::-1], min(7, tokens)), ([tokens], tokens)]
