@@ -15,7 +15,7 @@ from tiny_models import PROMPTS, tiny_model
 import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.kernels import expert_products as experts
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import fused_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.model.kv_cache import bucket_for
@@ -72,8 +72,8 @@ def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often our kernels for a few rows were started."""
     counts: Counter[str] = Counter()
-    beside, added = gemv._side_by_side, attend.sum_parts
-    monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+    beside, added = gemv.side_by_side, attend.sum_parts
+    monkeypatch.setattr(gemv, "side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
     tile = experts.expert_tiling
     monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
     monkeypatch.setattr(attend, "sum_parts", lambda *args: (counts.update(["attention"]), added(*args))[1])
@@ -286,6 +286,49 @@ def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list
         first = int(torch.randint(0, 201 - count, ()))
         some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
         assert torch.equal(some, expected[:, first : first + count])
+
+
+@in_16_bits
+@pytest.mark.parametrize(
+    ("columns", "rows", "gated"),
+    [
+        (1536, [1536, 256, 256], False),
+        (8960, [1536], False),
+        (1536, [8960, 8960], True),
+        (4096, [11008, 11008], True),
+        (576, [576, 192, 192], False),
+    ],
+)
+@pytest.mark.parametrize("around", ["", "norm", "residual", "norm residual"])
+def test_a_fused_product_s_rows_do_not_depend_on_their_number(
+    columns: int, rows: list[int], gated: bool, around: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn((40, columns), device="cuda").to(dtype)
+    weights = [(torch.randn((count, columns), device="cuda") * columns**-0.5).to(dtype) for count in rows]
+    norm = torch.rand(columns, device="cuda").to(dtype) if "norm" in around else None
+    height = fused_product.rows_of(weights, gated)
+    residual = torch.randn((40, height), device="cuda").to(dtype) if "residual" in around else None
+
+    def multiply(first: int, count: int, overlap: bool) -> torch.Tensor:
+        some = slice(first, first + count)
+        added = None if residual is None else residual[some]
+        return fused_product.fused_product(x[some].contiguous(), weights, norm, 1e-6, added, gated, overlap)
+
+    expected = multiply(0, 40, False)
+    whole = fused_product.fused_product(
+        x.double().cpu(),
+        [weight.double().cpu() for weight in weights],
+        None if norm is None else norm.double().cpu(),
+        1e-6,
+        None if residual is None else residual.double().cpu(),
+        gated,
+        False,
+    ).cuda()
+    assert float((expected.double() - whole).norm() / whole.norm()) < 0.02
+    for count in (*range(1, 18), 33):
+        first = int(torch.randint(0, 41 - count, ()))
+        assert torch.equal(multiply(first, count, True), expected[first : first + count])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])

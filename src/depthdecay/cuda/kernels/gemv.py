@@ -182,7 +182,7 @@ if triton is not None:
             _store_rows(y_ptrs, vector, rows, count, total3, inside, 3)
 
 
-def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+def side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
     """As many matrices as a kernel takes, the first again for those that are missing, and where each one's rows end."""
     ends = list(accumulate(weight.shape[0] for weight in weights))
     missing = MOST_MATRICES - len(weights)
@@ -200,7 +200,7 @@ def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> tor
     rows = sum(weight.shape[0] for weight in weights)
     columns = x.shape[1]
     y = x.new_empty((1, rows))
-    padded, ends = _side_by_side(weights)
+    padded, ends = side_by_side(weights)
     block = min(BLOCK, triton.next_power_of_2(columns))
     _gemv_kernel[(rows,)](
         x,
@@ -291,7 +291,7 @@ def multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) ->
     count, columns = x.shape
     x = x.contiguous()
     y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
-    padded, ends = _side_by_side(weights)
+    padded, ends = side_by_side(weights)
     tiles = min(MOST_TILES, triton.next_power_of_2(-(-count // MOST_ROWS)))
     tile = for_tiles(tile, weights, tiles)
     even = rows % tile.rows == 0
