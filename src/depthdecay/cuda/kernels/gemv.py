@@ -261,13 +261,14 @@ def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tili
     """
     if tiles == 1:
         return tile
-    heights = [weight.shape[0] for weight in weights]
-    # The taller, the less often vectors are read, as long as every processor has a program.
-    tall = [rows for rows in (128, 64) if all(height % rows == 0 for height in heights)]
+    heights, size = [weight.shape[0] for weight in weights], weights[0].element_size()
+    # The taller, the less often vectors are read, as long as every processor has a program. In 32 bits, where a number
+    # is two of tensor cores, more than 64 rows would not fit into registers.
+    tall = [rows for rows in (256 // size, 128 // size) if all(height % rows == 0 for height in heights)]
     full = [rows for rows in tall if sum(heights) // rows * tile.parts >= TALL_PROGRAMS.start]
-    rows = next(iter(full), tile.rows)
-    stage = (rows + MOST_ROWS * tiles) * tile.columns * weights[0].element_size()
-    return tile._replace(rows=rows, warps=4, stages=max(2, min(tile.stages, SHARED_BYTES // stage)))
+    rows = next(iter(full), min(tile.rows, 256 // size))
+    stage = (rows + MOST_ROWS * tiles) * tile.columns * size
+    return tile._replace(rows=rows, warps=4, stages=min(tile.stages, 1 + SHARED_BYTES // stage))
 
 
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
