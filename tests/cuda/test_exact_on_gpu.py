@@ -313,7 +313,9 @@ def test_a_fused_product_s_rows_do_not_depend_on_their_number(
     def multiply(first: int, count: int, overlap: bool) -> torch.Tensor:
         some = slice(first, first + count)
         added = None if residual is None else residual[some]
-        return fused_product.fused_product(x[some].contiguous(), weights, norm, 1e-6, added, gated, overlap)
+        return fused_product.fused_product(
+            x[some].contiguous(), weights, norm, 1e-6, added, gated, weights[:1], overlap
+        )
 
     expected = multiply(0, 40, False)
     whole = fused_product.fused_product(
@@ -323,6 +325,7 @@ def test_a_fused_product_s_rows_do_not_depend_on_their_number(
         1e-6,
         None if residual is None else residual.double().cpu(),
         gated,
+        [],
         False,
     ).cuda()
     assert float((expected.double() - whole).norm() / whole.norm()) < 0.02

@@ -29,7 +29,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         graph.lint()
         for node in graph.nodes:
             if node.target is torch.ops.depthdecay.fused_product.default:
-                _, weights, norm, _, residual, gated, _ = node.args
+                _, weights, norm, _, residual, gated, _, _ = node.args
                 kinds = {"norm": norm is not None, "gate": gated, "residual": residual is not None}
                 found.append((" ".join(kind for kind, there in kinds.items() if there), len(weights)))
 
@@ -116,6 +116,18 @@ def test_a_fused_product_without_a_gpu_is_the_plain_one(gated: bool, with_norm: 
     expected = functional.silu(first) * second if gated else torch.cat([first, second], dim=1)
     if residual is not None:
         expected = expected + residual
-    args = (x, weights, norm, 1e-5, residual, gated, False)
+    args = (x, weights, norm, 1e-5, residual, gated, weights, False)
     assert torch.allclose(fused_product.fused_product(*args), expected, atol=1e-4)
     torch.library.opcheck(fused_product.fused_product, args)
+
+
+@pytest.mark.parametrize("shape", [(1536, 1536), (8960, 1536), (4096, 4096), (96, 64), (4096, 11008), (32, 128)])
+def test_what_is_fetched_ahead_lies_within_the_matrix(shape: tuple[int, int]) -> None:
+    matrix = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    for lanes in (128, 16384, 49152):
+        _, pieces, stride, size = fused_product._fetched(matrix, lanes)
+        assert size % 16 == 0
+        assert 0 < 2 * (pieces - 1) * stride + size <= 2 * matrix.numel()
+        if 2 * matrix.numel() <= fused_product.LATER_BYTES:
+            assert pieces <= lanes
+            assert pieces * size > 0.99 * 2 * matrix.numel()

@@ -54,11 +54,11 @@ def check_fused(columns: int, heights: list[int], gated: bool, with_norm: bool, 
     def multiply(first: int, count: int) -> torch.Tensor:
         some = slice(first, first + count)
         added = None if residual is None else residual[some]
-        return fused_product.multiply_fused(x[some], weights, norm, 1e-6, added, gated, False)
+        return fused_product.multiply_fused(x[some], weights, norm, 1e-6, added, gated, [], False)
 
     given = [None if tensor is None else tensor.double() for tensor in (norm, residual)]
     whole = fused_product.fused_product(
-        x.double(), [weight.double() for weight in weights], given[0], 1e-6, given[1], gated, False
+        x.double(), [weight.double() for weight in weights], given[0], 1e-6, given[1], gated, [], False
     )
     expected = multiply(0, 20)
     assert float((expected.double() - whole).norm() / whole.norm()) < 2e-3

@@ -16,7 +16,7 @@ from depthdecay.cuda.kernels import dependent_launch as waiting
 from depthdecay.cuda.kernels import expert_products, fused_product, gemv
 from depthdecay.cuda.layer_patterns import gate_behind, is_view, norm_before, residual_behind, source_of
 
-FUSED = frozenset(("norm", "gate", "residual"))  # what products of a few rows take along
+FUSED = frozenset(("norm", "gate", "residual", "later"))  # what products of a few rows take along
 
 _GraphPass: Any = internals.graph_pass_class()
 
@@ -40,11 +40,17 @@ class GemvPass(_GraphPass):
             source = source_of(_vector_of(node))
             alone = self._is_skinny(node) and not gemv.can_join(weight.meta["val"])
             groups.setdefault((source, node) if alone else source, []).append(node)
-        for products in groups.values():
-            for start in range(0, len(products), gemv.MOST_MATRICES):
-                some = products[start : start + gemv.MOST_MATRICES]
-                if not (self.rows == "few" and self._fuse(graph, some)):
-                    self._replace(graph, some)
+        calls = [
+            products[start : start + gemv.MOST_MATRICES]
+            for products in groups.values()
+            for start in range(0, len(products), gemv.MOST_MATRICES)
+        ]
+        # Behind a layer's first products comes its attention, which reads little.
+        behind = [weight for products in calls[1:3] for weight in map(_weight_of, products) if weight is not None]
+        for products in calls:
+            later = behind[: fused_product.MOST_LATER] if products is calls[0] and "later" in FUSED else []
+            if not (self.rows == "few" and self._fuse(graph, products, later)):
+                self._replace(graph, products)
         graph.eliminate_dead_code()
 
     def _is_skinny(self, product: fx.Node) -> bool:
@@ -59,8 +65,11 @@ class GemvPass(_GraphPass):
         few = self.rows == "few" and (isinstance(count, torch.SymInt) or count <= gemv.MOST_ROWS)
         return (few or self.rows == "any") and gemv.is_even(weight)
 
-    def _fuse(self, graph: fx.Graph, products: list[fx.Node]) -> bool:
-        """Replace products together with what stands around them, where something does that a kernel takes along."""
+    def _fuse(self, graph: fx.Graph, products: list[fx.Node], later: list[fx.Node]) -> bool:
+        """Replace products together with what stands around them, where something does that a kernel takes along.
+
+        `later`: matrices that products behind attention will read.
+        """
         vector = _vector_of(products[0])
         if not all(map(self._is_skinny, products)) or not is_view(vector):
             return False
@@ -83,7 +92,7 @@ class GemvPass(_GraphPass):
                 residual = _reshaped(graph, other, [vector.args[1][0], rows], answer)  # type: ignore[index]
             joined = graph.call_function(
                 torch.ops.depthdecay.fused_product.default,
-                (source, weights, weight, epsilon, residual, gated, self.overlap),
+                (source, weights, weight, epsilon, residual, gated, later, self.overlap),
             )
             joined.meta["val"] = answer
             if total is not None and (gated or summed is not None):

@@ -22,13 +22,18 @@ try:
 except ImportError:  # no Triton: CPU-only builds never reach the kernel
     triton = None
 
+MOST_LATER = 3
+LATER_BYTES = 8 << 20  # of a matrix that is fetched whole: two of them leave most of an H200's 50 MB of L2 to others
+LATER_COLUMNS = 256
+
 if triton is not None:
 
     @triton.jit
     def _fetch(lines, size):  # type: ignore[no-untyped-def]
-        """Bring memory into L2, `size` bytes from each of these addresses."""
+        """Bring memory into L2, `size` bytes from each of these addresses, unless it is 0."""
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "{ .reg .pred some; setp.ne.s32 some, $2, 0;"
+            " @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
             "=r,l,r",
             [lines.to(tl.int64), size],
             dtype=tl.int32,
@@ -47,6 +52,18 @@ if triton is not None:
         w3_ptr,
         residual_ptr,
         y_ptr,
+        later0_ptr,
+        later1_ptr,
+        later2_ptr,
+        pieces0,
+        pieces1,
+        pieces2,
+        stride0,
+        stride1,
+        stride2,
+        size0,
+        size1,
+        size2,
         end0,
         end1,
         end2,
@@ -61,6 +78,7 @@ if triton is not None:
         RESIDUAL: tl.constexpr,
         FETCHED: tl.constexpr,
         SHARE: tl.constexpr,
+        LANES: tl.constexpr,
         PDL: tl.constexpr,
     ):
         vector = tl.program_id(0) * 16 + tl.arange(0, 16)
@@ -110,6 +128,11 @@ if triton is not None:
                 up_ptrs += COLUMNS
             w_ptrs += COLUMNS
             x_ptrs += COLUMNS
+        if PDL and LANES > 0:  # what later kernels read is fetched while the ones between leave memory idle
+            lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+            _fetch(later0_ptr + lane.to(tl.int64) * stride0, tl.where(lane < pieces0, size0, 0))
+            _fetch(later1_ptr + lane.to(tl.int64) * stride1, tl.where(lane < pieces1, size1, 0))
+            _fetch(later2_ptr + lane.to(tl.int64) * stride2, tl.where(lane < pieces2, size2, 0))
         if NORM:
             scale = tl.rsqrt(tl.sum(squares, 1) / columns + epsilon)
             total = total * scale[:, None]
@@ -153,15 +176,16 @@ def fused_product(
     epsilon: float,
     residual: torch.Tensor | None,
     gated: bool,
+    later: Sequence[torch.Tensor],
     overlap: bool,
 ) -> torch.Tensor:
     """Rows of x (count, columns), normed if `norm` is given, times the transpose of each weight, side by side.
 
     With `gated` there are two weights, and the answer is the SiLU of the first product times the second. `residual`
-    (count, rows) is added.
+    (count, rows) is added. `later`: up to three matrices of later products, to be fetched into L2 meanwhile.
     """
     if x.is_cuda:
-        return multiply_fused(x, weights, norm, epsilon, residual, gated, overlap)
+        return multiply_fused(x, weights, norm, epsilon, residual, gated, later, overlap)
     if norm is not None:
         x = functional.rms_norm(x.float(), x.shape[1:], eps=epsilon).to(x.dtype) * norm
     products = [x @ weight.t() for weight in weights]
@@ -176,6 +200,7 @@ def multiply_fused(
     epsilon: float,
     residual: torch.Tensor | None,
     gated: bool,
+    later: Sequence[torch.Tensor],
     overlap: bool,
 ) -> torch.Tensor:
     """Start the kernel of `fused_product`."""
@@ -185,12 +210,19 @@ def multiply_fused(
     x = x.contiguous()
     y = torch.empty((count, rows), dtype=x.dtype, device=x.device)
     padded, ends = gemv.side_by_side(weights)
+    lanes = tile.warps * 32
+    pieces = [*(_fetched(matrix, rows // tile.rows * lanes) for matrix in later), *[(x, 0, 0, 0)] * MOST_LATER]
+    fetched, counts, strides, sizes = zip(*pieces[:MOST_LATER], strict=True)
     _fused_kernel[(-(-count // gemv.MOST_ROWS), rows // tile.rows)](
         x,
         x if norm is None else norm,
         *padded,
         x if residual is None else residual.contiguous(),
         y,
+        *fetched,
+        *counts,
+        *strides,
+        *sizes,
         *ends,
         rows,
         count,
@@ -202,13 +234,26 @@ def multiply_fused(
         GATED=gated,
         RESIDUAL=residual is not None,
         FETCHED=min(tile.fetched, columns),
-        SHARE=max(1, tile.warps * 32 // tile.rows),
+        SHARE=max(1, lanes // tile.rows),
+        LANES=lanes if later else 0,
         PDL=overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=overlap,
     )
     return y
+
+
+def _fetched(matrix: torch.Tensor, lanes: int) -> tuple[torch.Tensor, int, int, int]:
+    """What so many threads fetch of a matrix: it, how many pieces, numbers from piece to piece, and bytes of a piece.
+
+    A small matrix whole, of others the first columns of every row, where the programs of its product begin.
+    """
+    rows, columns = matrix.shape
+    if matrix.numel() * matrix.element_size() > LATER_BYTES:
+        return matrix, rows, columns, min(columns, LATER_COLUMNS) * matrix.element_size()
+    piece = -(-matrix.numel() // (lanes * 8)) * 8  # in steps of 16 bytes
+    return matrix, matrix.numel() // piece, piece, piece * matrix.element_size()
 
 
 @fused_product.register_fake
@@ -219,6 +264,7 @@ def _(
     epsilon: float,
     residual: torch.Tensor | None,
     gated: bool,
+    later: Sequence[torch.Tensor],
     overlap: bool,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], rows_of(weights, gated)))
