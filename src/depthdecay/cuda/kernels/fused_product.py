@@ -158,14 +158,25 @@ class Tile(NamedTuple):
     fetched: int
 
 
+# Each with about 4 MB under way in all programs together: what memory gives in the time that it takes to answer.
+PLAIN = (Tile(64, 4, 4, 128, 512), Tile(32, 4, 5, 128, 1024), Tile(16, 4, 6, 256, 4096))
+GATED = (Tile(64, 4, 3, 128, 512), Tile(32, 4, 5, 128, 512), Tile(16, 4, 5, 256, 1024))
+LEAST_PROGRAMS = 128  # an H200 has 132 processors
+
+
 def tile_of(weights: Sequence[torch.Tensor], gated: bool) -> Tile | None:
-    """By the matrices alone; None where they do not fit."""
+    """By the matrices alone; None where they do not fit.
+
+    The tallest tile that gives every processor a program: the taller, the less often vectors are read.
+    """
     heights, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
-    if columns % gemv.SKINNY_COLUMNS:
+    fitting = [tile for tile in (GATED if gated else PLAIN) if all(height % tile.rows == 0 for height in heights)]
+    if not fitting or columns % gemv.SKINNY_COLUMNS:
         return None
-    at_once = gemv.SKINNY_COLUMNS * (2 if columns % (2 * gemv.SKINNY_COLUMNS) == 0 else 1)
-    choices = [Tile(64, 4, 3, at_once, 512)] if gated else [Tile(16, 4, 5, at_once, 4096)]
-    return next((tile for tile in choices if all(height % tile.rows == 0 for height in heights)), None)
+    full = [tile for tile in fitting if rows_of(weights, gated) // tile.rows >= LEAST_PROGRAMS]
+    tile = (full or fitting[-1:])[0]
+    at_once = next(some for some in (tile.columns, 128, gemv.SKINNY_COLUMNS) if columns % some == 0)
+    return tile._replace(columns=at_once)
 
 
 @torch.library.custom_op("depthdecay::fused_product", mutates_args=())
