@@ -103,6 +103,22 @@ def test_what_others_look_at_is_not_taken_along(fused: list[tuple[str, int]]) ->
     assert fused == []
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gate_is_found_however_torch_writes_it(turned: bool, fused: list[tuple[str, int]]) -> None:
+    """Versions of torch take SiLU apart in two ways; factors may come in either order."""
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(256, 256, bias=False).bfloat16() for _ in range(2))
+
+    def spelled(x: torch.Tensor) -> torch.Tensor:
+        value = gate(x).float()
+        opened = (value.sigmoid() * value if turned else value * value.sigmoid()).bfloat16()
+        return up(x) * opened if turned else opened * up(x)
+
+    got, plain = run_both(spelled, torch.randn(1, 5, 256).bfloat16())
+    assert torch.allclose(got.float(), plain.float(), atol=0.05)
+    assert fused == [("gate", 2)]
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])

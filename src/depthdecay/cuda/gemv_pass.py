@@ -73,16 +73,19 @@ class GemvPass(_GraphPass):
         vector = _vector_of(products[0])
         if not all(map(self._is_skinny, products)) or not is_view(vector):
             return False
+        total = gate_behind(*products) if len(products) == 2 and "gate" in FUSED else None
+        if total is None and len(products) == 2 and "gate" in FUSED:
+            total = gate_behind(*reversed(products))
+            products = products if total is None else products[::-1]
         weights = [weight for weight in map(_weight_of, products) if weight is not None]
         values = [weight.meta["val"] for weight in weights]
-        total = gate_behind(*products) if len(products) == 2 and "gate" in FUSED else None
         gated = total is not None and fused_product.can_fuse(values, gated=True)
         summed = residual_behind(products[0]) if len(products) == 1 and "residual" in FUSED else None
         norm = norm_before(vector, products) if fused_product.can_norm(values) and "norm" in FUSED else None
         if not (gated or fused_product.can_fuse(values, gated=False)) or not (gated or summed or norm):
             return False
         x, rows = vector.meta["val"], fused_product.rows_of(values, gated)
-        with graph.inserting_before(products[0]):
+        with graph.inserting_before(min(products)):
             source, weight, epsilon, residual = vector, None, 0.0, None
             if norm is not None:
                 source, weight, epsilon = _reshaped(graph, norm.source, vector.args[1], x), norm.weight, norm.epsilon
