@@ -6,6 +6,7 @@ import ast
 import builtins
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,19 @@ class TestAttention:
         assert internals.attention_function("ours") is None
         assert generate(model).tolist() == expected.tolist()
         assert len(asked) == 3 * LAYERS
+
+    def test_eager_attention_is_what_a_model_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, calls = tiny_model("gemma2", attn_implementation="eager"), []
+        module = model.model.layers[0].self_attn
+        plain = internals.eager_attention(module)
+        monkeypatch.setattr(
+            sys.modules[type(module).__module__],
+            plain.__name__,
+            lambda *args, **kwargs: calls.append(kwargs["softcap"]),
+        )
+        with pytest.raises(TypeError):  # what noted the call answers nothing
+            generate(model)
+        assert calls == [model.config.attn_logit_softcapping]
 
     def test_a_registered_function_is_put_back(self) -> None:
         model, calls = tiny_model(), []

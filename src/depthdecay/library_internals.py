@@ -75,6 +75,14 @@ def attention_function(name: str) -> Callable[..., Any] | None:
     return found
 
 
+def eager_attention(module: Any) -> Callable[..., Any]:
+    """What a module of a model runs that asks for the attention 'eager': each model's file has its own."""
+    function: Callable[..., Any] = required(
+        sys.modules[type(module).__module__], "eager_attention_forward", "transformers"
+    )
+    return function
+
+
 @contextlib.contextmanager
 def attention_registered(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """While open, models that ask for the attention `name` run `function`. The public `register` is for good."""

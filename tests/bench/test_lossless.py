@@ -14,7 +14,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.lossless import _drafters, benchmark_lossless, run_lossless_bench
+from depthdecay.bench.lossless import benchmark_lossless, drafters, run_lossless_bench
 from depthdecay.bench.lossless_report import LosslessReport, divergence
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
@@ -182,16 +182,16 @@ def test_sampled_answers_are_held_against_seeded_full_depth(tmp_path: Path) -> N
 
 def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
     plan = dd.Plan.constant(LAYERS, 4)
-    assert list(_drafters(None)) == ["guessed layers"]
-    assert _drafters(plan) == {"guessed layers": None, "calibrated": plan}
+    assert list(drafters(None)) == ["guessed layers"]
+    assert drafters(plan) == {"guessed layers": None, "calibrated": plan}
     repaired = replace(plan, repairs="repairs.safetensors")
-    found = _drafters(repaired)
+    found = drafters(repaired)
     assert list(found) == ["guessed layers", "calibrated", "calibrated and repaired"]
     assert list(found.values()) == [None, plan, repaired]
     learned = replace(dd.Plan.full(LAYERS), draft_head="draft_head.safetensors")
-    assert _drafters(learned) == {"guessed layers": None, "learned head": learned}
+    assert drafters(learned) == {"guessed layers": None, "learned head": learned}
     both = replace(repaired, draft_head="draft_head.safetensors")
-    assert list(_drafters(both).values()) == [None, plan, repaired, both]
+    assert list(drafters(both).values()) == [None, plan, repaired, both]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from calibrations import decaying_plan, random_repairs, random_texts
 from tiny_models import ARCHITECTURES, tiny_model
 
-from depthdecay.calibration import differentiable_texts
+from depthdecay.calibration import differentiable_texts, divergence
 from depthdecay.calibration.continuations import Continuation
-from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of, mean_kl
+from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
+from depthdecay.calibration.divergence import mean_kl
 from depthdecay.calibration.fidelity import final_state, first_bypassed
 from depthdecay.calibration.recording import Recording
 from depthdecay.model.layers import LayerStack
@@ -63,16 +66,17 @@ def test_layers_that_are_run_again_give_the_same_gradients(monkeypatch: pytest.M
 
 
 def test_the_mean_kl_and_its_gradient_are_those_of_all_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differentiable_texts, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(divergence, "ROWS_AT_ONCE", 3)
     stack = LayerStack.of(tiny_model())
     generator = torch.Generator().manual_seed(0)
     full, states = (torch.randn((8, stack.hidden_size), generator=generator) for _ in range(2))
     states.requires_grad_(True)
     said, wanted = (logits_of(stack, each).log_softmax(-1) for each in (states, full))
+    said_of = functools.partial(logits_of, stack)
     with frozen(stack.model):
         whole = (wanted.exp() * (wanted - said)).sum(-1).mean()
         (expected,) = torch.autograd.grad(2 * whole, states)
-        in_parts = mean_kl(stack, states, full)
+        in_parts = mean_kl(states, said_of, full, said_of)
         (given,) = torch.autograd.grad(2 * in_parts, states)
     torch.testing.assert_close(in_parts, whole)
     torch.testing.assert_close(given, expected)

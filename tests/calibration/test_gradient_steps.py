@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from depthdecay.calibration import gradient_steps
-from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend, kl_divergence
+from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend
 from depthdecay.errors import DepthDecayError
 
 WANTED = torch.tensor([3.0, -1.0])
@@ -96,6 +96,10 @@ def test_an_interrupt_leaves_the_best_in_place() -> None:
 class TestGoingOn:
     SETTINGS = StepSettings(40, rate=0.1, judgements=8)
 
+    @pytest.fixture(autouse=True)
+    def at_every_judgement(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gradient_steps, "KEEP_EVERY", 0.0)
+
     def descend(self, file: Path, until: int = 1000) -> torch.Tensor:
         values = nn.Parameter(torch.zeros(2))
 
@@ -125,18 +129,3 @@ class TestGoingOn:
         file.unlink()
         file.write_bytes(b"nothing" if damage == "garbage" else content.replace(b"rate=0.1", b"rate=0.9"))
         assert torch.equal(self.descend(file), whole)
-
-
-@pytest.mark.parametrize("at_once", [3, 7, 100])
-def test_kl_in_parts_is_kl_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_steps, "ROWS_AT_ONCE", at_once)
-    torch.manual_seed(0)
-    head, other = nn.Linear(4, 11), nn.Linear(4, 11)
-    states, targets = torch.randn(7, 4, requires_grad=True), torch.randn(7, 4)
-    divergence = kl_divergence(states, head, targets, other)
-    wanted = other(targets).softmax(-1)
-    expected = (wanted * (wanted.log() - head(states).log_softmax(-1))).sum(-1).mean()
-    assert float(divergence.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    (gradient,) = torch.autograd.grad(divergence, states)
-    (plain,) = torch.autograd.grad(expected, states)
-    assert torch.allclose(gradient, plain, atol=1e-6)

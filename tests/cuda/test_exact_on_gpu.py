@@ -14,9 +14,12 @@ from tiny_models import PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.decode_attention import spans_of
+from depthdecay.cuda.exactness import why_inexact
 from depthdecay.cuda.kernels import expert_products as experts
 from depthdecay.cuda.kernels import fused_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.model.kv_cache import bucket_for
 from depthdecay.model.layers import LayerStack
@@ -40,21 +43,33 @@ SHAPE = {
     "vocab_size": 1024,
     "max_position_embeddings": 1024,
 }
-EXACT: dict[str, dict[str, Any]] = {
+WINDOW = 100  # shorter than the texts
+PLAIN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128},
     "gpt_neox": {"num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+EXACT: dict[str, dict[str, Any]] = PLAIN | {
+    # Capped scores, and windows in every second layer.
+    "gemma2": {"head_dim": 256, "sliding_window": WINDOW, "attn_implementation": "eager"},
+    "gemma3_text": {
+        "head_dim": 128,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    },
+    "mistral": {"sliding_window": WINDOW},
+}
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma2": ({"head_dim": 64}, "attention"),  # by version: one that is not torch's, or capped scores
-    "llama": ({"intermediate_size": 1000}, "512 x 1000 does not divide"),
+    "llama": ({"attn_implementation": "eager"}, "attention is 'eager'"),
+    "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "heads of 64, 128, 256 numbers"),
 }
 # Launches a pass: query with key and value, output, gate with up, down; the output matrix. Of experts, a router's.
 PRODUCTS = {"mixtral": 3 * LAYERS + 1}
 DTYPES = [torch.bfloat16, torch.float16]
 exact = pytest.mark.parametrize("architecture", EXACT)
+plain = pytest.mark.parametrize("architecture", PLAIN)
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 
 
@@ -65,18 +80,21 @@ def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.05)
-    return model.to(dtype).cuda()
+    model = model.to(dtype).cuda()
+    if architecture == "mixtral" and "multiplies by matrices" in str(why_inexact(LayerStack.of(model))):
+        pytest.xfail("experts have no kernel of ours yet")
+    return model
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often our kernels for a few rows were started."""
     counts: Counter[str] = Counter()
-    beside, added = gemv.side_by_side, attend.sum_parts
+    beside, attended = gemv.side_by_side, attend._launched
     monkeypatch.setattr(gemv, "side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+    monkeypatch.setattr(attend, "_launched", lambda *args: (counts.update(["attention"]), attended(*args))[1])
     tile = experts.expert_tiling
     monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
-    monkeypatch.setattr(attend, "sum_parts", lambda *args: (counts.update(["attention"]), added(*args))[1])
     return counts
 
 
@@ -138,6 +156,7 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert launches["products"] > 0
     assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
     assert (launches["experts"] > 0) == (architecture == "mixtral")
+    assert launches["attention"] > 0
     assert launches["attention"] % LAYERS == 0
     assert len(expected.unique(dim=0)) == len(text)
     splits = [[width] * (len(text) // width) for width in (2, 3, 4, 8, 16)]
@@ -175,7 +194,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@exact
+@plain
 @pytest.mark.parametrize("settings", SAMPLED.values(), ids=SAMPLED)
 def test_seeded_answers_are_those_of_full_depth_bit_for_bit(
     architecture: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -231,10 +250,12 @@ def test_a_second_engine_says_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_check_tells_of_bits() -> None:
-    rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16))}
-    found = rows["compiled lossless equals compiled full depth"]
-    assert found.passed
-    assert "exact: yes" in found.detail
+    for architecture in ("llama", "gemma2"):
+        model = model_of(architecture, torch.bfloat16, **EXACT[architecture])
+        rows = {row.name: row for row in check_model(model)}
+        found = rows["compiled lossless equals compiled full depth"]
+        assert found.passed
+        assert "exact: yes" in found.detail
     rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16, **INEXACT["llama"][0]))}
     assert "exact: no" in rows["compiled lossless equals compiled full depth"].detail
 
@@ -353,18 +374,80 @@ def test_a_token_s_experts_do_not_depend_on_the_other_tokens(
         assert torch.equal(some, expected[:, pairs])
 
 
-@in_16_bits
-@pytest.mark.parametrize("size", attend.HEAD_SIZES)
-def test_attention_does_not_depend_on_tokens_beside_or_on_the_bucket(size: int, dtype: torch.dtype) -> None:
+def asked(size: int, dtype: torch.dtype, tokens: int, positions: int, batch: int = 1) -> list[torch.Tensor]:
+    """Queries, keys and values as our cache hands them out."""
     torch.manual_seed(0)
-    query, key, value = (
-        torch.randn((1, heads, count, size), device="cuda").to(dtype) for heads, count in ((12, 16), (2, 512), (2, 512))
-    )
-    places = torch.arange(512, device="cuda")
-    mask = (places <= 310 + places[:16].unsqueeze(1)).expand(1, 1, 16, 512)  # the last tokens see a part more
-    expected = attend.attend(query, key, value, mask, 0.1, False)
-    for bucket in (384, 512):
+    query = torch.randn((batch, tokens, 12, size), device="cuda").to(dtype).transpose(1, 2)
+    states = (torch.randn((positions, batch, 2, size), device="cuda").to(dtype) for _ in "kv")
+    return [query, *(state.permute(1, 2, 0, 3) for state in states)]
+
+
+in_every_dtype = pytest.mark.parametrize("dtype", attend.DTYPES, ids=["bf16", "fp16", "fp32"])
+of_every_size = pytest.mark.parametrize("size", attend.HEAD_SIZES)
+in_every_way = pytest.mark.parametrize(("window", "softcap"), [(None, None), (200, None), (2100, 20.0)])
+
+
+@in_every_dtype
+@of_every_size
+@in_every_way
+def test_attention_does_not_depend_on_tokens_beside_or_on_the_bucket(
+    size: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    positions = 512 if window == 200 else 2560  # chunks of one length, and of two
+    query, key, value = asked(size, dtype, 16, positions)
+    last = positions - 202 + torch.arange(16, device="cuda")  # the last tokens see a chunk more
+    spans = spans_of(torch.zeros(1, dtype=torch.long, device="cuda"), last)
+    expected = attend.attend(query, key, value, spans, 0.1, window, softcap, False)
+    for bucket in (positions - 128, positions):
         for first, count in ((0, 1), (0, 2), (3, 5), (9, 1), (15, 1), (8, 8)):
             part = slice(first, first + count)
-            asked = query[:, :, part], key[:, :, :bucket], value[:, :, :bucket], mask[:, :, part, :bucket]
-            assert torch.equal(attend.attend(*asked, 0.1, True), expected[:, part])
+            states = query[:, :, part], key[:, :, :bucket], value[:, :, :bucket], spans[:, :, part]
+            assert torch.equal(attend.attend(*states, 0.1, window, softcap, True), expected[:, part])
+
+
+@in_every_dtype
+@of_every_size
+@in_every_way
+def test_attention_does_not_depend_on_padding_or_on_other_texts(
+    size: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    query, key, value = asked(size, dtype, 3, 2560, batch=3)
+    first = torch.tensor([0, 17, 1200], device="cuda")
+    spans = spans_of(first, torch.arange(2550, 2553, device="cuda"))
+    together = attend.attend(query, key, value, spans, 0.1, window, softcap, False)
+    for row, padding in enumerate(first.tolist()):
+        own = slice(row, row + 1)
+        states = query[own], key[own, :, padding:], value[own, :, padding:], spans[own] - padding
+        assert torch.equal(attend.attend(*states, 0.1, window, softcap, True), together[own])
+
+
+@in_every_dtype
+@of_every_size
+@in_every_way
+def test_a_row_of_a_batch_has_the_bits_that_it_has_alone(
+    size: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    """Over blocks, with as few and as many rows as there may be; and over a cache in one piece."""
+    torch.manual_seed(0)
+    lengths = [1, 64, 65, 700, 2049, 2559, *range(90, 154)]
+    rows, most = len(lengths), 160
+    table = torch.randperm(rows * most, device="cuda").add(1).view(rows, 1, most).int()
+    keys, values = (torch.randn(((rows * most + 1) * 16, 2, size), device="cuda").to(dtype) for _ in "kv")
+    query = torch.randn((rows, 1, 12, size), device="cuda").to(dtype).transpose(1, 2)
+    positions = torch.tensor(lengths, device="cuda") - 1
+
+    def attended(chosen: list[int]) -> torch.Tensor:
+        slots = torch.tensor(chosen, device="cuda")
+        paged = Paged(table, slots, positions[slots], torch.tensor([len(chosen)], device="cuda"))
+        return attend_paged(query[slots], keys, values, paged, 0, 0.1, window, softcap, exact=True)
+
+    together = attended(list(range(rows)))
+    for row in range(12):
+        assert torch.equal(attended([row])[0], together[row])
+        assert torch.equal(attended([row, 5, 3])[0], together[row])
+        places = torch.arange(lengths[row], device="cuda")
+        places = table[row, 0, places // 16].long() * 16 + places % 16
+        states = [store[places].transpose(0, 1).unsqueeze(0) for store in (keys, values)]
+        spans = spans_of(torch.zeros(1, dtype=torch.long, device="cuda"), positions[row : row + 1])
+        alone = attend.attend(query[row : row + 1], *states, spans, 0.1, window, softcap, False)
+        assert torch.equal(alone[0], together[row])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from replays import replay_captures
 from tiny_models import PROMPTS, tiny_model
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import depthdecay as dd
 from depthdecay.cuda import exactness
@@ -43,6 +44,9 @@ def stack_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, *
         ("qwen2", {}),
         ("qwen3", {"head_dim": 128}),
         ("gpt_neox", {}),
+        ("gemma2", {"head_dim": 256, "attn_implementation": "eager"}),
+        ("gemma3_text", {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+        ("mistral", {"sliding_window": 7}),
         ("mixtral", {}),
     ],
 )
@@ -55,10 +59,8 @@ def test_models_of_plain_matrices_are_exact(architecture: str, more: dict[str, A
     [
         ("llama", {"dtype": torch.float32}, "float32"),
         ("llama", {"num_attention_heads": 8}, "heads of 64, 128, 256 numbers, not of 32"),
+        ("llama", {"attn_implementation": "eager"}, "attention is 'eager'"),
         ("llama", {"intermediate_size": 300}, "256 x 300 does not divide"),
-        ("gemma2", {"head_dim": 64}, "attention"),
-        ("mistral", {"sliding_window": 7}, "masks of its attention itself"),
-        ("gemma3_text", {"head_dim": 64, "layer_types": ["sliding_attention"] * LAYERS}, "masks of its attention"),
         ("mixtral", {"intermediate_size": 272}, "MixtralExperts multiplies by matrices that our kernels do not read"),
         ("gpt2", {"n_embd": 256, "n_layer": LAYERS, "hidden_size": None, "num_hidden_layers": None}, "Conv1D"),
     ],
@@ -67,6 +69,13 @@ def test_what_our_kernels_do_not_fit_is_named(architecture: str, more: dict[str,
     if architecture == "gpt2":
         more = {**more, "intermediate_size": None, "num_attention_heads": None}
     assert reason in str(why_inexact(stack_of(architecture, **more)))
+
+
+def test_a_cap_that_torch_s_attention_leaves_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as in transformers 5.17
+    stack = stack_of("gemma2", head_dim=64)
+    assert stack.takes_whole_masks
+    assert "load it with attn_implementation='eager'" in str(why_inexact(stack))
 
 
 def passes_of(stack: LayerStack, compiled: CompiledLayers | None, batch: int = 1) -> PassGraphs:

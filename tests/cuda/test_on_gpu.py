@@ -13,6 +13,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
+from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
@@ -267,9 +268,9 @@ def attended(tokens: int, positions: int, filled: int, heads: int = 12, groups: 
     generator = torch.Generator().manual_seed(0)
     query = torch.randn((16, batch, heads, 128), generator=generator)[:tokens].permute(1, 2, 0, 3)
     key, value = (torch.randn((1024, batch, groups, 128), generator=generator)[:positions] for _ in "kv")
-    mask = torch.arange(positions) <= filled - 1 + torch.arange(tokens).unsqueeze(1)
+    spans = spans_of(torch.zeros(batch, dtype=torch.long), filled - 1 + torch.arange(tokens))
     states = [state.cuda().to(torch.bfloat16) for state in (query, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))]
-    return *states, mask.expand(batch, 1, tokens, positions).cuda()
+    return *states, spans.cuda()
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(12, 2), (32, 32), (8, 1)])
@@ -277,18 +278,22 @@ def attended(tokens: int, positions: int, filled: int, heads: int = 12, groups: 
 def test_our_attention_is_exact_up_to_rounding(
     heads: int, groups: int, tokens: int, positions: int, filled: int
 ) -> None:
-    query, key, value, mask = attended(tokens, positions, filled, heads, groups, batch=2)
-    exact = attend._reference(query.double(), key.double(), value.double(), mask, 0.1)
-    got = attend.attend(query, key, value, mask, 0.1, False)
-    assert float((got.double() - exact.double()).norm() / exact.double().norm()) < 5e-3
+    query, key, value, spans = attended(tokens, positions, filled, heads, groups, batch=2)
+    for window, softcap, scale in ((None, None, 0.1), (90, None, 0.1), (None, 5.0, 0.3)):
+        exact = attend._reference(query.double(), key.double(), value.double(), spans, scale, window, softcap)
+        for seen in (spans, attend.mask_of(spans, positions, window)):  # a mask knows its window itself
+            got = attend.attend(query, key, value, seen, scale, window, softcap, False)
+            assert float((got.double() - exact).norm() / exact.norm()) < 5e-3
+        got = attend.attend(query.float(), key.float(), value.float(), spans, scale, window, softcap, False)
+        assert float((got.double() - exact).norm() / exact.norm()) < 5e-6
 
 
 def test_attention_has_the_same_bits_for_one_token_and_for_several() -> None:
-    several = attend.attend(*attended(5, 384, 300), 0.1, True)
+    several = attend.attend(*attended(5, 384, 300), 0.1, None, None, True)
     for token in range(5):
-        query, key, value, mask = attended(5, 512, 300)
-        alone = attend.attend(query[:, :, token : token + 1], key, value, mask[:, :, token : token + 1], 0.1, True)
-        assert torch.equal(alone[:, 0], several[:, token])
+        query, key, value, spans = attended(5, 512, 300)
+        asked = query[:, :, token : token + 1], key, value, spans[:, :, token : token + 1]
+        assert torch.equal(attend.attend(*asked, 0.1, None, None, True)[:, 0], several[:, token])
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
 
 
@@ -27,7 +30,35 @@ def test_a_few_tokens_are_attended_as_by_transformers(heads: int, groups: int, t
     mask[..., 0] = True
     module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=True)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask[..., :19], scaling=0.3)
-    torch.testing.assert_close(attend.attend(query, key, value, mask, 0.3, False), expected)
+    torch.testing.assert_close(attend.attend(query, key, value, mask, 0.3, None, None, False), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_spans_stand_for_the_masks_of_padded_texts(window: int | None, softcap: float | None) -> None:
+    """By Gemma 2's own eager attention, over masks that are written out."""
+    query, key, value = states(6, 2)
+    query = query.repeat(1, 1, 3, 1) * torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1)
+    first, columns = torch.tensor([0, 4, 11]), torch.tensor([13, 14, 15])
+    mask = torch.full((3, 1, 3, 19), float("-inf"))
+    for row, token in itertools.product(range(3), range(3)):
+        last = int(columns[token])
+        seen = [place for place in range(int(first[row]), last + 1) if window is None or place > last - window]
+        mask[row, 0, token, seen] = 0.0
+    module = SimpleNamespace(num_key_value_groups=3, training=False)
+    expected, _ = eager_attention_forward(module, query, key, value, mask, scaling=0.3, softcap=softcap)
+    spans = spans_of(first, columns)
+    torch.testing.assert_close(attend.attend(query, key, value, spans, 0.3, window, softcap, False), expected)
+    assert torch.equal(attend.mask_of(spans, 19, window), mask == 0)
+
+
+def test_chunks_follow_each_other_and_get_longer() -> None:
+    """Up to 40 000 positions: as many chunks as cover them, of which each position lies in one."""
+    lengths = [attend.SPLIT << min(chunk // attend.LEVEL, attend.MOST_DOUBLINGS) for chunk in range(200)]
+    ends = list(itertools.accumulate(lengths))
+    for positions in (1, 63, 64, 65, 2047, 2048, 2049, 6143, 6144, 6145, 14336, 14337, 32768, 40000):
+        assert attend.chunks_for(positions) == next(chunk for chunk, end in enumerate(ends) if end >= positions) + 1
+    assert all(size % attend.tile_for(dim, bytes) == 0 for size in lengths for dim in (16, 64, 256) for bytes in (2, 4))
 
 
 def test_only_what_the_kernels_can_do_is_given_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +70,8 @@ def test_only_what_the_kernels_can_do_is_given_to_them(monkeypatch: pytest.Monke
     assert not attend.can_attend(query, key, value, None)
     assert not attend.can_attend(query, key, value, mask[..., :18])
     assert not attend.can_attend(query, key, value, mask.float())
-    assert not attend.can_attend(query.float(), key.float(), value.float(), mask)
+    assert attend.can_attend(query, key, value, torch.tensor([[[[0, 18]]]]))
+    assert attend.can_attend(query.float(), key.float(), value.float(), mask)
+    assert not attend.can_attend(query.double(), key.double(), value.double(), mask)
     assert not attend.can_attend(query.expand(1, 4, 17, 64), key, value, mask)
     assert not attend.can_attend(*(state[..., :32] for state in (query, key, value)), mask)

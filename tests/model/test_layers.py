@@ -111,11 +111,20 @@ def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "expected"),
-    [("llama", True), ("qwen3", True), ("gpt_neox", True), ("mistral", False), ("gpt2", False), ("opt", False)],
+    [
+        ("llama", True),
+        ("qwen3", True),
+        ("gpt_neox", True),
+        ("mistral", True),
+        ("gemma2", True),
+        ("gemma3_text", True),
+        ("gpt2", False),
+        ("opt", False),
+    ],
 )
 def test_whole_masks_go_to_models_that_take_them(architecture: str, expected: bool) -> None:
     model = tiny_model(architecture)
     stack = LayerStack.of(model)
     assert stack.takes_whole_masks == expected
-    model.set_attn_implementation("eager")  # adds masks to scores: bits would mean something else
-    assert not stack.takes_whole_masks
+    model.set_attn_implementation("eager")  # adds masks to scores, and is taken over only where these are capped
+    assert stack.takes_whole_masks == stack.caps_scores == (architecture == "gemma2")

@@ -12,9 +12,12 @@ import pytest
 import torch
 import transformers
 from saved_llamas import refusal, save_llama
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from depthdecay.errors import DepthDecayError
+from depthdecay.library_internals import attention_name
 from depthdecay.model import gguf_tokenizer, prompts
 from depthdecay.model import load as models
 
@@ -48,6 +51,13 @@ def test_dtype(tmp_path: Path, asked: str | None, given: str) -> None:
     save_llama(tmp_path)
     LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert models.load(str(tmp_path), device="cpu", dtype=asked).model.dtype == getattr(torch, given)
+
+
+def test_a_model_that_caps_scores_runs_an_attention_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as in transformers 5.17
+    tiny_model("gemma2").save_pretrained(tmp_path)
+    assert attention_name(AutoModelForCausalLM.from_pretrained(tmp_path).config) == "sdpa"
+    assert attention_name(models.load(str(tmp_path), device="cpu").model.config) == "eager"
 
 
 def test_a_model_of_the_hub_is_told_by_its_commit(

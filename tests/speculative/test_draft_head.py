@@ -33,10 +33,10 @@ def test_a_window_is_drafted_as_it_was_fitted(architecture: str, first_layers: i
     head = random_head(model, first_layers)
     placed = PlacedHead(head, stack)
     states = states_of(stack, TEXT, placed.states)
-    texts = StatesOfTexts(stack, head.shape, [(PROMPT, TEXT[len(PROMPT) :])], rows=1, longest=64, room=0)
+    texts = StatesOfTexts(stack, [head.shape], [(PROMPT, TEXT[len(PROMPT) :])], rows=1, longest=64, room=0)
     texts.dtype = torch.float32
     fit = HeadFit(stack, head)
-    unrolled = [fit.said(state)[0] for state in fit.windows(texts.batch(0), 3)]
+    unrolled = [fit.said(head.norm(state))[0] for state in fit.windows(texts.batch(0, head.shape), 3)]
 
     def first(token: int, position: int) -> torch.Tensor:
         assert TEXT[position] == token

@@ -86,7 +86,7 @@ def benchmark_lossless(
         loaded.tokenizer,
         loaded.shown_name,
         [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
-        _drafters(drafter or shipped_plan(loaded.name)),
+        drafters(drafter or shipped_plan(loaded.name)),
         new_tokens=new_tokens,
         peers=() if temperature > 0 else peers if peers is not None else PEERS if helper is not None else PEERS[:3],
         temperature=temperature,
@@ -115,7 +115,7 @@ def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
         raise ArgumentError(f"assistant is for the peer assisted, which peers {given} leaves out", "assistant", "peers")
 
 
-def _drafters(plan: Plan | None) -> dict[str, Plan | None]:
+def drafters(plan: Plan | None) -> dict[str, Plan | None]:
     """By label, the best last."""
     found: dict[str, Plan | None] = {"guessed layers": None}
     if plan is None:
@@ -143,6 +143,7 @@ def run_lossless_bench(
     temperature: float = 0.0,
     compile_layers: bool = True,
     compared: int | None = None,
+    engines: dict[str, Engine] | None = None,
     progress: Callable[[str], None] = lambda message: None,
     save: Callable[[LosslessReport], None] = lambda report: None,
 ) -> LosslessReport:
@@ -151,13 +152,12 @@ def run_lossless_bench(
     Plans are drafters by label; each runs with and without lookup in the text before. Full depth and the last drafter
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
+    `engines`: from `bench_engines`, where several runs share them and what they have compiled.
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
-    compile = compile_layers and on_cuda
-    with guess_is_meant():
-        engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
-    full = Engine(model, compile=compile)
+    engines = dict(engines or bench_engines(model, plans, compile_layers))
+    full = engines.pop("full")
     picked = {**PLAIN_GREEDY, **({"do_sample": True, "temperature": temperature, "seed": 0} if temperature else {})}
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full", **picked)}
     for label, engine in engines.items():
@@ -228,6 +228,14 @@ def run_lossless_bench(
             save(report(number + 1))
             saved = time.monotonic()
     return report(len(prompts))
+
+
+def bench_engines(model: Any, plans: dict[str, Plan | None], compile_layers: bool = True) -> dict[str, Engine]:
+    """One for each drafter, by its label, and one for full depth."""
+    compile = compile_layers and torch.device(model.device).type == "cuda"
+    with guess_is_meant():
+        engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
+    return {**engines, "full": Engine(model, compile=compile)}
 
 
 def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], float, Result | None] | None:

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from depthdecay.calibration.continuations import Continuation
-from depthdecay.calibration.gradient_steps import ROWS_AT_ONCE
 from depthdecay.calibration.recording import RecordedBatch, Recording, record
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.kv_cache import LayerCache
@@ -107,38 +105,6 @@ def logits_of(stack: LayerStack, states: torch.Tensor) -> torch.Tensor:
     with stack.exclusive(), stack.routed(LayerPass(run_layer=instead)):
         logits: torch.Tensor = stack.model(input_ids=ids, use_cache=False).logits
     return logits.squeeze(1)
-
-
-def mean_kl(stack: LayerStack, states: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """The mean KL of what the head says about final states from what it says about the full model's.
-
-    The head learns nothing, so the gradient of a few positions is taken as soon as their logits are there: those of
-    all positions are never held, nor computed again on the way back.
-    """
-    value: torch.Tensor = _MeanKL.apply(states, full, stack)  # type: ignore[no-untyped-call]
-    return value
-
-
-class _MeanKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, full: torch.Tensor, stack: LayerStack) -> torch.Tensor:
-        total, gradient = torch.zeros((), device=states.device), torch.empty_like(states)
-        for start in range(0, len(states), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            wanted = logits_of(stack, full[part]).float().log_softmax(-1)
-            with torch.enable_grad():
-                own = states[part].detach().requires_grad_(True)
-                said = logits_of(stack, own).float().log_softmax(-1)
-                kl = functional.kl_div(said, wanted, log_target=True, reduction="sum") / len(states)
-                (gradient[part],) = torch.autograd.grad(kl, own)
-            total += kl.detach()
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return outer[0] * gradient, None, None
 
 
 @contextlib.contextmanager

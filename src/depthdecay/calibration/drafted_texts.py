@@ -53,7 +53,7 @@ class Drafts(Recording):
             part = slice(layer._first_visible(), layer.clock.filled + key.shape[2])
             return layer.keys[part].permute(1, 2, 0, 3), layer.values[part].permute(1, 2, 0, 3)
 
-        attention = replaced_attention(self.stack, lambda _original: _attention_to(own))
+        attention = replaced_attention(self.stack, lambda _original, _window: _attention_to(own))
         with replaced(layer, "update", seen), attention:
             return super().run_layer(batch, index, state)
 

@@ -10,22 +10,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import write_whole
 
-Logits = Callable[[torch.Tensor], torch.Tensor]
-
-ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held at a time
+KEEP_EVERY = 45.0  # seconds: what is written down is four times the parameters in 32 bits
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def descend(
 ) -> Learned:
     """Take steps down `loss_of(step)`, and leave in `parameters` what `judge` found best.
 
-    `file`: where the descent stands is kept there after each judgement, and one that was interrupted goes on.
+    `file`: where the descent stands is kept there now and then, and one that was interrupted goes on.
 
     `loss_of` picks its batch by the number of the step, so that a seed gives the same result each time. `judge`: the
     loss on text that no step sees; what the parameters start with is judged too, so the result is never worse. What
@@ -124,6 +120,7 @@ class _Descent:
         self.learned = Learned()
         self.kept = [parameter.detach().clone() for parameter in self.parameters]
         self.started = time.monotonic()
+        self.kept_at = 0.0
         matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
         others = [parameter for parameter in self.parameters if parameter.dim() <= 1]
         decays = ((matrices, settings.weight_decay), (others, 0.0))
@@ -154,7 +151,9 @@ class _Descent:
                 if step % every == 0:
                     self._judge(step, sum(losses) / len(losses))
                     losses.clear()
-                    self._keep(step)
+                    if self.seconds - self.kept_at >= KEEP_EVERY:
+                        self._keep(step)
+                        self.kept_at = self.seconds
             if losses:
                 self._judge(step, sum(losses) / len(losses))
             if step < settings.steps:
@@ -256,33 +255,3 @@ class _Descent:
         self.learned = Learned(curve, told["learned"]["best"])
         self.started -= told["seconds"]
         return int(told["step"])
-
-
-def kl_divergence(states: torch.Tensor, logits: Logits, targets: torch.Tensor, target_logits: Logits) -> torch.Tensor:
-    """The mean KL of what `logits` says about `states` from what `target_logits` says about `targets`.
-
-    Both are (positions, hidden). A few positions at a time, whose logits are computed again for the gradient: those of
-    all positions over a vocabulary of 150,000 tokens would take more room than the model.
-    """
-    total = states.new_zeros((), dtype=torch.float32)
-    for part in _parts(len(states)):
-        if states.requires_grad:
-            sum_of_part = checkpoint(
-                _kl, states[part], logits, targets[part], target_logits, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            sum_of_part = _kl(states[part], logits, targets[part], target_logits)
-        total = total + sum_of_part
-    return total / max(1, len(states))
-
-
-def _kl(states: torch.Tensor, logits: Logits, targets: torch.Tensor, target_logits: Logits) -> torch.Tensor:
-    with torch.no_grad():
-        wanted = target_logits(targets).float().log_softmax(-1)
-    said = logits(states).float().log_softmax(-1)
-    return functional.kl_div(said, wanted, log_target=True, reduction="sum")
-
-
-def _parts(positions: int) -> Iterator[slice]:
-    for start in range(0, positions, ROWS_AT_ONCE):
-        yield slice(start, start + ROWS_AT_ONCE)

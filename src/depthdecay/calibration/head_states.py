@@ -1,5 +1,4 @@
-"""What a draft head learns from: the full model's states on whole texts, read once or, where they take too much room,
-batch by batch as they are needed."""
+"""What a draft head learns from: the full model's states on whole texts, read once as far as the memory holds them."""
 
 from __future__ import annotations
 
@@ -31,18 +30,33 @@ class TextStates:
     valid: torch.Tensor  # (rows, columns): within the text
     answers: torch.Tensor  # (rows, columns): where what is said belongs to the answer
 
+
+@dataclass
+class _Read:
+    """The same before heads have picked theirs: states by the layer behind which they stand."""
+
+    ids: torch.Tensor
+    states: dict[int, torch.Tensor]
+    said: torch.Tensor
+    likeliest: torch.Tensor
+    valid: torch.Tensor
+    answers: torch.Tensor
+
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in vars(self).values())
+        return self.said.nbytes + sum(state.nbytes for state in self.states.values())
 
 
 class StatesOfTexts:
-    """Batches of texts of similar length, cut to `longest` tokens (the last ones, which hold the answer)."""
+    """Batches of texts of similar length, cut to `longest` tokens (the last ones, which hold the answer).
+
+    Read once for heads of all `shapes`.
+    """
 
     def __init__(
         self,
         stack: LayerStack,
-        shape: HeadShape,
+        shapes: Sequence[HeadShape],
         texts: Sequence[Text],
         *,
         rows: int,
@@ -50,29 +64,55 @@ class StatesOfTexts:
         room: int,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`room`: bytes that states of all texts may take to be kept."""
-        self.stack, self.shape = stack, shape
+        """`room`: bytes that states may take to be kept; what does not fit is read anew whenever it is asked for."""
+        self.stack = stack
+        self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
         ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
         self.batches = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.tokens = sum(len(prompt) + len(answer) for prompt, answer in ordered)
-        per_token = (2 + len(shape.states)) * shape.hidden * 2
-        self._kept: list[TextStates] | None = None
-        if self.tokens * per_token <= room:
-            self._kept = []
-            for done, batch in enumerate(self.batches, 1):
-                self._kept.append(self._read(batch))
-                told(done, len(self.batches))
+        self._kept: dict[int, _Read] = {}
+        for number in range(len(self.batches)):
+            read = self._read(self.batches[number])
+            room -= read.nbytes
+            if room < 0:
+                break
+            self._kept[number] = read
+            told(number + 1, len(self.batches))
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def batch(self, number: int) -> TextStates:
-        return self._read(self.batches[number]) if self._kept is None else self._kept[number]
+    def batch(self, number: int, shape: HeadShape) -> TextStates:
+        """As a head of this shape sees it."""
+        read = self._batch(number)
+        entered = [read.states[layer] for layer in _entry(shape)] or [self._embedded(read.ids)]
+        return TextStates(
+            entered[0],
+            torch.cat([read.states[layer] for layer in shape.states], dim=-1),
+            read.said,
+            read.likeliest,
+            read.valid,
+            read.answers,
+        )
 
     @torch.no_grad()
-    def _read(self, texts: Sequence[Text]) -> TextStates:
-        stack, shape, device = self.stack, self.shape, primary_device(self.stack.model)
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.stack.model.get_input_embeddings()(ids)
+        return embedded.to(self.dtype)
+
+    def spoken(self, number: int) -> torch.Tensor:
+        """The tokens that the full model says on a batch."""
+        read = self._batch(number)
+        return read.likeliest[read.valid]
+
+    def _batch(self, number: int) -> _Read:
+        kept = self._kept.get(number)
+        return self._read(self.batches[number]) if kept is None else kept
+
+    @torch.no_grad()
+    def _read(self, texts: Sequence[Text]) -> _Read:
+        device = primary_device(self.stack.model)
         columns = max(len(prompt) + len(answer) for prompt, answer in texts)
         ids = torch.zeros((len(texts), columns), dtype=torch.long)
         valid = torch.zeros((len(texts), columns), dtype=torch.bool)
@@ -83,17 +123,13 @@ class StatesOfTexts:
             valid[row, :end] = True
             answers[row, max(0, len(prompt) - 1) : end] = True
         ids = ids.to(device)
-        asked = set(shape.states) | ({shape.first_layers - 1} if shape.first_layers else set())
-        layer_pass = LayerPass(asked=tuple(sorted(asked)))
+        layer_pass = LayerPass(asked=self.layers)
         said = self._forward(ids, layer_pass)
-        first = stack.model.get_input_embeddings()(ids) if not shape.first_layers else None
-        tokens = layer_pass.states[shape.first_layers - 1] if first is None else first
-        states = torch.cat([layer_pass.states[layer] for layer in shape.states], dim=-1)
-        return TextStates(
-            tokens.to(self.dtype),
-            states.to(self.dtype),
+        return _Read(
+            ids,
+            {layer: layer_pass.states[layer].to(self.dtype) for layer in self.layers},
             said.to(self.dtype),
-            likeliest_tokens(output_matrix(stack), said),
+            likeliest_tokens(output_matrix(self.stack), said),
             valid.to(device),
             answers.to(device),
         )
@@ -125,6 +161,11 @@ def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
     """A few columns at a time: logits over the whole vocabulary are large."""
     step = max(1, _LOGIT_BYTES // (head.weight.element_size() * head.weight.shape[0] * said.shape[0]))
     return torch.cat([head(part).argmax(-1) for part in said.split(step, dim=1)], dim=1)
+
+
+def _entry(shape: HeadShape) -> tuple[int, ...]:
+    """The layer behind which a head takes tokens over; none where it takes their embeddings."""
+    return (shape.first_layers - 1,) if shape.first_layers else ()
 
 
 def _cut(text: Text, longest: int) -> Text:

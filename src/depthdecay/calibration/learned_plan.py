@@ -11,7 +11,8 @@ from typing import Any
 
 from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings, LearnedDrafter
 from depthdecay.calibration.own_questions import Say
-from depthdecay.calibration.own_text import write_own_text
+from depthdecay.calibration.own_text import OwnText, write_own_text
+from depthdecay.calibration.text_kinds import kind_of
 from depthdecay.calibration.work_folder import WORK_FOLDER
 from depthdecay.engine.engine import Engine
 from depthdecay.model.layers import LayerStack
@@ -60,13 +61,17 @@ def learn_plan(
         say=say,
         until=started + share * seconds if math.isfinite(seconds) else None,
     )
-    pairs = [((text.prompt, text.answer), text.kind) for text in texts]
+    pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
     left = max(0.0, seconds - (time.monotonic() - started))
     lesson = DrafterLesson(stack, pairs, settings, seconds=left, folder=folder / WORK_FOLDER, say=say)
     drafter = lesson.learn()
     drafter.figures["tokens_written"] = sum(len(text.answer) for text in texts)
     drafter.figures["seconds_in_all"] = round(time.monotonic() - started, 1)
     return _saved(stack, drafter, folder), drafter
+
+
+def _kind(text: OwnText, tokenizer: Any) -> str:
+    return text.kind if text.kind == "given" else kind_of(tokenizer.decode(text.answer, skip_special_tokens=True))
 
 
 def _ids(loaded: LoadedModel, prompts: Sequence[Any]) -> list[list[int]]:

@@ -8,6 +8,7 @@ judged by the full model like the rest, and written anew as the maps improve.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts
-from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, mean_kl
+from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
+from depthdecay.calibration.divergence import mean_kl
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
 from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
@@ -164,7 +166,8 @@ class LearnedRepairs:
         batch = texts.batch(number)
         places = batch.valid & self._below_full(batch.inputs.shape[1]).to(batch.valid.device)
         state = final_state(texts, batch, self.plan, self.masters.maps())
-        return mean_kl(self.stack, state[places], batch.states[-1][places])
+        said = functools.partial(logits_of, self.stack)
+        return mean_kl(state[places], said, batch.states[-1][places], said)
 
     def judge(self) -> float:
         """KL on the texts to choose by, of the maps as they would be saved."""

@@ -28,6 +28,7 @@ from depthdecay.plan.identity import identity
 Say = Callable[[str], None]
 
 QUESTION_TOKENS = 96
+ENGLISH = 0.7  # of all questions; other languages share the rest
 BASE_TOKENS = 24  # sampled behind an opening, where there is no chat template: enough to part one text from another
 LEAST_QUESTIONS = 12  # as many as a calibration needs
 _FEWEST_LETTERS, _MOST_CHARACTERS = 8, 800
@@ -84,7 +85,7 @@ class QuestionWriter:
     def _start(self, random: Random) -> tuple[str, list[int]]:
         """The first words, which may be none, and what the model is given: them behind the user's header."""
         topic = random.choice(TOPICS)
-        language = "English" if random.random() < 0.5 else random.choice(list(OPENINGS)[1:])
+        language = "English" if random.random() < ENGLISH else random.choice(list(OPENINGS)[1:])
         opening = random.choice(OPENINGS[language])
         if not self.is_chat:
             if random.random() < 0.6:
@@ -95,7 +96,7 @@ class QuestionWriter:
             system = random.choice(ASKED_ABOUT).format(topic=topic)
             system += "" if language == "English" else WRITES_IN.format(language=language)
             # A system prompt alone leaves the model free in how it begins; small ones then write English all the same.
-            opening = opening if random.random() < (0.25 if language == "English" else 0.75) else ""
+            opening = opening if random.random() < (0.4 if language == "English" else 0.75) else ""
         ids = self.tokenizer.encode(self._header(system)[0] + opening, add_special_tokens=False)
         return opening, [int(token) for token in ids]
 

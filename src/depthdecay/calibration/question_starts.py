@@ -33,12 +33,16 @@ ASKED_ABOUT = (
     "You are a programming assistant. The user asks for a Python function for an application about {topic}.",
     "You are a programming assistant. The user pastes code with an error in it, and asks what is wrong.",
     "You are a programming assistant. The user asks for a class in Java, C++, Rust, Go or TypeScript.",
+    "You are a programming assistant. The user pastes the head of a function with its docstring, to be completed.",
+    "The user asks a question about {topic} with several options to choose from, (A), (B), (C), and wants a reason.",
+    "The user gives a riddle that takes logic: an order of things, who is who, what must follow.",
+    "The user shows two solved examples of a task about {topic}, and a third one to be solved in the same way.",
     "You write SQL. The user describes the tables of a database about {topic} and what the query should return.",
     "You write shell commands and configuration files. The user says what should be done.",
 )
 WRITES_IN = " The user writes in {language}."
 
-# First words of a question. English stands for half of all questions, the others share the rest.
+# First words of a question.
 OPENINGS = {
     "English": (
         *("How do I", "What is the difference between", "Write a", "Explain why", "Can you", "I have a", "Give me"),

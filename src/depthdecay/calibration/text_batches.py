@@ -14,7 +14,7 @@ from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.devices import free_bytes
 
-MOST_ROWS = {"cuda": 256}
+MOST_ROWS = {"cuda": 1024}
 MOST_ROWS_ELSEWHERE = 16
 # At this share of ended rows a batch stops, and what the last ones have written so far is taken: the steps that the
 # longest answers still need would be paid by all rows.

@@ -48,10 +48,10 @@ def why_inexact(stack: LayerStack) -> str | None:
     if stack.model.dtype not in (torch.bfloat16, torch.float16):
         return f"products in {str(stack.model.dtype).removeprefix('torch.')} run by cuBLAS, which rounds by their shape"
     name = attention_name(config)
-    if name != "sdpa":
+    if name == "sdpa" and stack.caps_scores:
+        return "torch's attention leaves out the cap on this model's scores; load it with attn_implementation='eager'"
+    if name != ("eager" if stack.caps_scores else "sdpa"):
         return f"this model's attention is '{name}', which our kernel does not stand in for"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "this model caps its attention's scores, which our kernel does not"
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in HEAD_SIZES:
@@ -64,7 +64,7 @@ def why_inexact(stack: LayerStack) -> str | None:
         if reason is not None:
             return reason
     if not stack.takes_whole_masks:
-        return "this model makes the masks of its attention itself, as for windows, and tells equal positions apart"
+        return "this model makes the masks of its attention itself, and tells equal positions apart"
     return None
 
 

@@ -16,7 +16,7 @@ import torch
 
 from depthdecay.cuda.capture_or_fallback import Graphs, require_alike
 from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
-from depthdecay.cuda.decode_attention import attention_in_steps
+from depthdecay.cuda.decode_attention import attention_in_steps, spans_of
 from depthdecay.cuda.exactness import BATCHED, UNCOMPILED, Exactness
 from depthdecay.cuda.kernels.split_attention import MOST_TOKENS
 from depthdecay.errors import NotCapturable
@@ -32,12 +32,6 @@ from depthdecay.runners.contract import PLAIN, Ask, Part, Said
 class Captured:
     graph: Any
     layer_pass: LayerPass  # what it noted while it was captured
-
-
-def whole_mask(padding: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Which positions each query sees (batch, 1, queries, positions): those up to its own column, but no padding."""
-    places = torch.arange(padding.shape[1], device=padding.device)
-    return (places <= columns.unsqueeze(1)) & (padding != 0)[:, None, None, :]
 
 
 def apart(positions: torch.Tensor) -> torch.Tensor:
@@ -81,6 +75,7 @@ class PassGraphs:
         self.likeliest = self.tokens[:, 0]
         self.position_ids = torch.zeros((batch, 1), dtype=torch.long, device=device)
         self.padding = torch.ones((batch, self.room), dtype=torch.bool, device=device)
+        self.first = torch.zeros(batch, dtype=torch.long, device=device)  # column of each text's first token
         self.logits: torch.Tensor | None = None
         self.changing = [self.position, self.tokens, self.position_ids]  # by passes, besides what they write anew
 
@@ -136,8 +131,10 @@ class PassGraphs:
         self.position_ids.copy_(prompt.position_ids[:, -1:] + 1)
         # Always given to steps, also where nothing is padded: some models otherwise read a length off the device.
         self.padding.fill_(True)
+        self.first.zero_()
         if prompt.mask is not None:
             self.padding[:, : prompt.length] = prompt.mask.bool()
+            self.first += prompt.length - prompt.mask.sum(1)
         return self._eagerly(parts, ask, prompt.ids, prompt.mask, prompt.position_ids)
 
     def _step(self, parts: Sequence[Part], ask: Ask) -> Said:
@@ -326,12 +323,11 @@ class PassGraphs:
             yield
 
     def mask(self, bucket: int, columns: torch.Tensor) -> torch.Tensor:
-        """What the model is given to mask by; from padding alone it makes the rest itself, in a dozen small kernels."""
-        padding = self.padding[:, :bucket]
+        """What the model is given to mask by; from padding alone it makes masks itself, in a dozen small kernels."""
         if not self.takes_whole_masks:
-            return padding
-        mask: torch.Tensor = self.as_few_kernels(whole_mask)(padding, columns)
-        return mask
+            return self.padding[:, :bucket]
+        spans: torch.Tensor = self.as_few_kernels(spans_of)(self.first, columns)
+        return spans
 
     def as_few_kernels(self, plain: Callable[..., Any], rows: Rows = "one") -> Callable[..., Any]:
         """Compiled wherever layers are: generated kernels are safe to overlap only if they are made in that place."""

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from depthdecay.library_internals import attention_function, attention_name, attention_registered
+from depthdecay.library_internals import (
+    attention_function,
+    attention_name,
+    attention_named,
+    attention_registered,
+    eager_attention,
+)
 from depthdecay.patches import SharedPatch, replaced_each
 
 if TYPE_CHECKING:
@@ -68,21 +73,66 @@ def _as_marked(original: Attention) -> Attention:
 
 
 _DISPATCHED = SharedPatch(lambda: attention_registered("sdpa", _as_marked(attention_function("sdpa"))))
+_OWN_NAME = "depthdecay_marked"
+_REGISTERED = SharedPatch(lambda: attention_registered(_OWN_NAME, _as_marked(_unmarked)))
+
+
+def _unmarked(module: Any, *_args: Any, **_kwargs: Any) -> Any:
+    raise RuntimeError(f"{type(module).__name__} attends, but is none of the modules that depthdecay has marked")
 
 
 def grouped_attention(stack: LayerStack) -> contextlib.AbstractContextManager[None]:
     """While open, models that use torch's attention copy no keys for heads that share them."""
-    return replaced_attention(stack, grouped)
+    return replaced_attention(stack, lambda original, _window: grouped(original))
 
 
 @contextlib.contextmanager
-def replaced_attention(stack: LayerStack, made: Callable[[Attention], Attention]) -> Iterator[None]:
-    """While open, this model's attention is what is made of transformers' function; for one pass, under its lock."""
+def replaced_attention(stack: LayerStack, made: Callable[[Attention, int | None], Attention]) -> Iterator[None]:
+    """While open, this model's attention is what is made of transformers' function and of each layer's window.
+
+    For one pass, under the model's lock.
+    """
     if attention_name(stack.config) != "sdpa":
         yield
         return
     with stack.exclusive(), _DISPATCHED.made():
         dispatched: Any = attention_function("sdpa")
-        own = made(dispatched.__wrapped__)
-        with replaced_each(stack.attending, _MARK, itertools.repeat(own, len(stack.attending))):
+        with _marked(stack, functools.partial(made, dispatched.__wrapped__)):
             yield
+
+
+@contextlib.contextmanager
+def replaced_eager_attention(stack: LayerStack, made: Callable[[Attention, int | None], Attention]) -> Iterator[None]:
+    """The same for a model that runs its own eager attention; what is made of it must see to masks of its own.
+
+    The model asks for a name of ours meanwhile, and transformers makes no masks for names that it does not know.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(stack.exclusive())
+        undo.enter_context(_REGISTERED.made())
+        modules = [stack.model, *stack.owner.modules()]
+        for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
+            undo.enter_context(attention_named(config, _OWN_NAME))
+        eager = _with_bits(eager_attention(stack.attending[0]))
+        undo.enter_context(_marked(stack, functools.partial(made, eager)))
+        yield
+
+
+@functools.cache
+def _with_bits(eager: Attention) -> Attention:
+    """A model's eager attention, which adds masks to scores, for masks of bits."""
+
+    def forward(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        if mask is not None and mask.dtype == torch.bool:
+            unseen = torch.finfo(query.dtype).min
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, unseen)
+        return eager(module, query, key, value, mask, **kwargs)
+
+    return forward
+
+
+def _marked(stack: LayerStack, made: Callable[[int | None], Attention]) -> contextlib.AbstractContextManager[None]:
+    """While open, each module of the model that attends has the function that is made for its layer's window."""
+    return replaced_each(stack.attending, _MARK, map(made, stack.attending_windows))

@@ -116,21 +116,34 @@ class LayerStack:
         return tuple(module for layer in self.layers for module in layer.modules() if _has_index(module))
 
     @functools.cached_property
+    def attending_windows(self) -> tuple[int | None, ...]:
+        """The window of each of these modules."""
+        pairs = zip(self.layers, self.windows, strict=True)
+        return tuple(window for layer, window in pairs for module in layer.modules() if _has_index(module))
+
+    @functools.cached_property
     def config(self) -> Any:
         """Of the language model, also where it is a part of something larger."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
-    def takes_whole_masks(self) -> bool:
-        """Whether the model's forward takes a mask by query and position as it is, for all layers alike.
+    def caps_scores(self) -> bool:
+        """Whether attention puts a soft cap on its scores, as Gemma 2's does."""
+        return getattr(self.config, "attn_logit_softcapping", None) is not None
 
-        So do models that make theirs by transformers' common function, where no layer has a window and nothing else is
-        read off the padding, as positions are where they are learnt and biases where they stand for positions.
+    @property
+    def takes_whole_masks(self) -> bool:
+        """Whether the model's forward hands what it is given for a mask, if that has four dimensions, to its attention.
+
+        So do models that make their masks by transformers' common functions, where nothing else is read off the
+        padding, as positions are where they are learnt and biases where they stand for positions. Eager attention adds
+        masks to its scores; it is taken over only where scores are capped, which torch's cannot do.
         """
         config = self.config
         common = hasattr(sys.modules[type(self.owner).__module__], "create_causal_mask")
         rotary = hasattr(self.owner, "rotary_emb") and not getattr(config, "alibi", False)
-        return common and rotary and attention_name(config) == "sdpa" and not any(self.windows)
+        known = "eager" if self.caps_scores else "sdpa"
+        return common and rotary and attention_name(config) in ("sdpa", known)
 
     @property
     def has_compiled_pass(self) -> bool:

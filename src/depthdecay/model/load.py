@@ -224,7 +224,20 @@ def _from_pretrained(
             f"the weights of '{name}' lack {len(info['missing_keys'])} tensors that {type(network).__name__} needs, "
             f"such as {min(info['missing_keys'])}; take a complete causal language model"
         )
+    _heed_caps(network)
     return network
+
+
+def _heed_caps(network: Any) -> None:
+    """Have a model that caps its attention's scores run its own eager attention, as newer transformers do.
+
+    transformers 5.17 runs Gemma 2 by torch's attention, which leaves the caps out without a word.
+    """
+    from depthdecay.library_internals import attention_name
+
+    config = network.config.get_text_config(decoder=True)
+    if getattr(config, "attn_logit_softcapping", None) is not None and attention_name(config) == "sdpa":
+        network.set_attn_implementation("eager")
 
 
 def _tokenizer(where: str, name: str, trust_remote_code: bool = False) -> Any:

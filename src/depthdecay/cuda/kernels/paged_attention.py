@@ -3,6 +3,10 @@
 A gathered copy is written and read once more: for 64 rows of 300 positions of Llama-2-7B, whose keys and values are
 10 GB, that moves 30 GB, beside 13.5 GB of weights. Here each program walks along one row's blocks and reads every key
 once. How far, it reads from the device, so one captured graph serves texts of every length.
+
+By default a row's positions are shared out by how many rows there are, which is fastest, and rounds by it. An exact row
+is looked at in the chunks of `split_attention` and added up as there: so it has the same bits in every company, and
+those that it has alone.
 """
 
 from __future__ import annotations
@@ -11,19 +15,78 @@ from dataclasses import dataclass
 
 import torch
 
-from depthdecay.cuda.kernels.split_attention import ROWS, sum_parts, triton
+from depthdecay.cuda.kernels.split_attention import (
+    LEVEL,
+    MOST_DOUBLINGS,
+    ROWS,
+    SPLIT,
+    SUMMED,
+    chunks_for,
+    scores_by,
+    tile_for,
+    triton,
+)
 from depthdecay.runners.kv_blocks import BLOCK
 
 if triton is not None:
     import triton.language as tl
 
+    from depthdecay.cuda.kernels.split_attention import add_up, chunk_at, chunk_of, look, store_chunk
+
 PROGRAMS = 528  # below which a row's positions are shared out among more: four to each of an H200's 132 processors
 MOST_PARTS = 16
-TILE_BYTES = 2**14  # of the keys that a program holds at once
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["layer"])  # or layers 1 and 16 would be compiled anew, inside a capture
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _walk(  # type: ignore[no-untyped-def]
+        q,
+        k_ptr,
+        v_ptr,
+        blocks,
+        k_place,
+        v_place,
+        begin,
+        end,
+        first,
+        length,
+        scale,
+        height,
+        SIZE: tl.constexpr,
+        LANES: tl.constexpr,
+        VALUE_SIZE: tl.constexpr,
+        VALUE_LANES: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        TILE: tl.constexpr,
+        CAPPED: tl.constexpr,
+    ):
+        """What queries find from position `begin` up to `end`."""
+        lanes = tl.arange(0, LANES)
+        value_lanes = tl.arange(0, VALUE_LANES)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        found = tl.zeros((ROWS, VALUE_LANES), dtype=tl.float32)
+        for tile in range(begin, end, TILE):
+            position = tile + tl.arange(0, TILE)
+            seen = (position >= first) & (position < length)
+            block = tl.load(blocks + position // BLOCK, mask=seen, other=0).to(tl.int64)
+            place = block * BLOCK + position % BLOCK
+            k = tl.load(
+                k_ptr + place[:, None] * k_place + lanes[None, :],
+                mask=seen[:, None] & (lanes < SIZE)[None, :],
+                other=0.0,
+            )
+            v = tl.load(
+                v_ptr + place[:, None] * v_place + value_lanes[None, :],
+                mask=seen[:, None] & (value_lanes < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            highest, total, found = look(q, k, v, seen[None, :], highest, total, found, scale, height, CAPPED)
+        return highest, total, found
+
+    # Or layers 1 and 16 would be compiled anew, inside a capture.
+    @triton.jit(do_not_specialize=["layer", "chunks", "window"])  # type: ignore[untyped-decorator]
     def _paged_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
@@ -46,9 +109,10 @@ if triton is not None:
         v_group,
         groups,
         share,
+        chunks,
         window,
         scale,
-        softcap,
+        height,
         SIZE: tl.constexpr,
         LANES: tl.constexpr,
         VALUE_SIZE: tl.constexpr,
@@ -57,6 +121,10 @@ if triton is not None:
         ROWS: tl.constexpr,
         TILE: tl.constexpr,
         PARTS: tl.constexpr,
+        SPLIT: tl.constexpr,
+        LEVEL: tl.constexpr,
+        MOST: tl.constexpr,
+        EXACT: tl.constexpr,
         CAPPED: tl.constexpr,
     ):
         row = tl.program_id(0) // groups
@@ -66,63 +134,118 @@ if triton is not None:
         inside = own < share
         head = group * share + own
         lanes = tl.arange(0, LANES)
-        value_lanes = tl.arange(0, VALUE_LANES)
         count = tl.load(count_ptr + layer)
         slot = tl.load(slot_ptr + row)
         # Rows beyond the layer's own are there to fill a graph up: they look at nothing.
         length = tl.where(row < count, tl.load(position_ptr + row) + 1, 0).to(tl.int32)
         first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-        start = first // TILE * TILE
-        tiles = (length - start + TILE - 1) // TILE
-        each = (tiles + PARTS - 1) // PARTS * TILE
-        begin = start + part * each
-        end = tl.minimum(begin + each, length)
         q = tl.load(
             q_ptr + row.to(tl.int64) * q_row + head[:, None] * q_head + lanes[None, :],
             mask=inside[:, None] & (lanes < SIZE)[None, :],
             other=0.0,
         )
+        keys, values = k_ptr + group * k_group, v_ptr + group * v_group
         blocks = table_ptr + (slot * layers + layer) * most
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        found = tl.zeros((ROWS, VALUE_LANES), dtype=tl.float32)
-        for tile in range(begin, end, TILE):
-            position = tile + tl.arange(0, TILE)
-            seen = (position >= first) & (position < length)
-            block = tl.load(blocks + position // BLOCK, mask=seen, other=0).to(tl.int64)
-            place = block * BLOCK + position % BLOCK
-            k = tl.load(
-                k_ptr + place[:, None] * k_place + group * k_group + lanes[None, :],
-                mask=seen[:, None] & (lanes < SIZE)[None, :],
-                other=0.0,
+        if EXACT:
+            # How many programs there are says who looks at a chunk, never what is in it.
+            begun = chunk_of(first, SPLIT, LEVEL, MOST) + part
+            for chunk in range(begun, chunk_of(length - 1, SPLIT, LEVEL, MOST) + 1, PARTS):
+                start, reach = chunk_at(chunk, SPLIT, LEVEL, MOST)
+                begin = start + tl.maximum(first - start, 0) // TILE * TILE
+                end = tl.minimum(start + reach, length)
+                highest, total, found = _walk(
+                    q,
+                    keys,
+                    values,
+                    blocks,
+                    k_place,
+                    v_place,
+                    begin,
+                    end,
+                    first,
+                    length,
+                    scale,
+                    height,
+                    SIZE,
+                    LANES,
+                    VALUE_SIZE,
+                    VALUE_LANES,
+                    BLOCK,
+                    ROWS,
+                    TILE,
+                    CAPPED,
+                )
+                stored = (tl.program_id(0) * chunks + chunk).to(tl.int64) * share + own
+                store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, VALUE_LANES)
+        else:
+            start = first // TILE * TILE
+            tiles = (length - start + TILE - 1) // TILE
+            each = (tiles + PARTS - 1) // PARTS * TILE
+            begin = start + part * each
+            end = tl.minimum(begin + each, length)
+            highest, total, found = _walk(
+                q,
+                keys,
+                values,
+                blocks,
+                k_place,
+                v_place,
+                begin,
+                end,
+                first,
+                length,
+                scale,
+                height,
+                SIZE,
+                LANES,
+                VALUE_SIZE,
+                VALUE_LANES,
+                BLOCK,
+                ROWS,
+                TILE,
+                CAPPED,
             )
-            v = tl.load(
-                v_ptr + place[:, None] * v_place + group * v_group + value_lanes[None, :],
-                mask=seen[:, None] & (value_lanes < VALUE_SIZE)[None, :],
-                other=0.0,
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if CAPPED:
-                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # softcap times tanh
-            scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
-            above = tl.maximum(highest, tl.max(scores, 1))
-            safe = tl.where(above == float("-inf"), 0.0, above)
-            weights = tl.exp2(scores - safe[:, None])
-            before = tl.exp2(highest - safe)
-            total = total * before + tl.sum(weights, 1)
-            found = found * before[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            highest = above
-        if PARTS == 1:
-            found = found / tl.where(total == 0.0, 1.0, total)[:, None]
-            heads = groups * share
-            target = (row * heads + head).to(tl.int64)[:, None] * VALUE_LANES + value_lanes[None, :]
-            tl.store(y_ptr + target, found.to(y_ptr.dtype.element_ty), mask=inside[:, None])
-        else:  # laid out as `sum_parts` expects it
-            stored = ((tl.program_id(0) * PARTS + part) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * ROWS
-            stored = stored + tl.arange(0, ROWS)
-            tl.store(stat_ptr + stored * 2, highest)
-            tl.store(stat_ptr + stored * 2 + 1, total)
-            tl.store(part_ptr + stored[:, None] * VALUE_LANES + value_lanes[None, :], found, mask=inside[:, None])
+            if PARTS == 1:
+                found = found / tl.where(total == 0.0, 1.0, total)[:, None]
+                value_lanes = tl.arange(0, VALUE_LANES)
+                target = (row * groups * share + head).to(tl.int64)[:, None] * VALUE_LANES + value_lanes[None, :]
+                tl.store(y_ptr + target, found.to(y_ptr.dtype.element_ty), mask=inside[:, None])
+            else:
+                stored = (tl.program_id(0) * PARTS + part).to(tl.int64) * share + own
+                store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, VALUE_LANES)
+
+    @triton.jit(do_not_specialize=["layer", "chunks", "window"])  # type: ignore[untyped-decorator]
+    def _paged_sum_kernel(  # type: ignore[no-untyped-def]
+        part_ptr,
+        stat_ptr,
+        y_ptr,
+        position_ptr,
+        count_ptr,
+        layer,
+        groups,
+        share,
+        chunks,
+        window,
+        DIM: tl.constexpr,
+        SPLIT: tl.constexpr,
+        LEVEL: tl.constexpr,
+        MOST: tl.constexpr,
+        SUMMED: tl.constexpr,
+        EXACT: tl.constexpr,
+    ):
+        row = tl.program_id(0) // groups
+        own = tl.program_id(1)
+        if EXACT:
+            length = tl.where(row < tl.load(count_ptr + layer), tl.load(position_ptr + row) + 1, 0).to(tl.int32)
+            first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+            begin, end = chunk_of(first, SPLIT, LEVEL, MOST), chunk_of(length - 1, SPLIT, LEVEL, MOST)
+        else:
+            begin = tl.full((), 0, tl.int32)
+            end = chunks - 1
+        base = tl.program_id(0).to(tl.int64) * chunks * share + own
+        y = add_up(part_ptr, stat_ptr, base, share, begin, end, DIM, SUMMED)
+        place = tl.program_id(0).to(tl.int64) * share + own
+        tl.store(y_ptr + place * DIM + tl.arange(0, DIM), y.to(y_ptr.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -144,24 +267,41 @@ def attend_paged(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Queries (rows, heads, 1, dim) over a store's (place, group, dim); (rows, 1, heads, dim), as transformers' do.
 
-    Of rows that do not run the layer the answer is zeros.
+    Of rows that do not run the layer the answer is zeros. Where `exact`, a row's bits are `split_attention`'s, however
+    many other rows there are.
     """
     if not query.is_cuda:
         return _reference(query, keys, values, paged, layer, scaling, window, softcap)
+    return _launched(query, keys, values, paged, layer, scaling, window, softcap, exact)
+
+
+def _launched(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    paged: Paged,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    exact: bool,
+) -> torch.Tensor:
     assert query.stride(3) == keys.stride(2) == values.stride(2) == 1
     rows, heads, _, size = query.shape
     groups, value_size = values.shape[1:]
     share = heads // groups
     lanes, value_lanes = (max(16, triton.next_power_of_2(wide)) for wide in (size, value_size))
-    wide = max(lanes, value_lanes) * query.element_size()
     tiles = -(-share // ROWS)
-    parts = parts_for(rows * groups * tiles)
-    stored = rows * groups * tiles * ROWS * parts if parts > 1 else 0
-    partial = torch.empty((stored, value_lanes), dtype=torch.float32, device=query.device)
-    stats = torch.empty((stored, 2), dtype=torch.float32, device=query.device)
+    most = chunks_for(paged.table.shape[2] * BLOCK)
+    parts = parts_for(rows * groups * tiles, most if exact else MOST_PARTS)
+    chunks = most if exact else parts
+    kept = rows * heads * chunks if exact or parts > 1 else 0
+    partial = torch.empty((kept, value_lanes), dtype=torch.float32, device=query.device)
+    stats = torch.empty((kept, 2), dtype=torch.float32, device=query.device)
     y = torch.empty((rows, 1, heads, value_lanes), dtype=query.dtype, device=query.device)
     _paged_kernel[(rows * groups, parts, tiles)](
         query,
@@ -181,29 +321,51 @@ def attend_paged(
         *values.stride()[:2],
         groups,
         share,
+        chunks,
         window or 0,
-        scaling,
-        softcap or 0.0,
+        *scores_by(scaling, softcap),
         SIZE=size,
         LANES=lanes,
         VALUE_SIZE=value_size,
         VALUE_LANES=value_lanes,
         BLOCK=BLOCK,
         ROWS=ROWS,
-        TILE=min(64, max(16, TILE_BYTES // wide)),
+        TILE=tile_for(max(lanes, value_lanes), query.element_size()),
         PARTS=parts,
+        SPLIT=SPLIT,
+        LEVEL=LEVEL,
+        MOST=MOST_DOUBLINGS,
+        EXACT=exact,
         CAPPED=softcap is not None,
         num_warps=4,
     )
-    if parts > 1:
-        sum_parts(partial, stats, y, groups, 1, share, parts, overlap=False)
+    if kept:
+        _paged_sum_kernel[(rows * groups, share)](
+            partial,
+            stats,
+            y,
+            paged.positions,
+            paged.counts,
+            layer,
+            groups,
+            share,
+            chunks,
+            window or 0,
+            DIM=value_lanes,
+            SPLIT=SPLIT,
+            LEVEL=LEVEL,
+            MOST=MOST_DOUBLINGS,
+            SUMMED=SUMMED,
+            EXACT=exact,
+            num_warps=4,
+        )
     return y[..., :value_size]
 
 
-def parts_for(programs: int) -> int:
+def parts_for(programs: int, most: int = MOST_PARTS) -> int:
     """Among how many a row's positions are shared out, where so many programs run without that."""
     parts = 1
-    while parts < MOST_PARTS and programs * parts < PROGRAMS:
+    while parts < most and programs * parts < PROGRAMS:
         parts *= 2
     return parts
 

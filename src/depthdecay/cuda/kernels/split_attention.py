@@ -1,9 +1,11 @@
-"""Attention of a few new tokens over a cache on CUDA, in parts that are added up in a fixed order.
+"""Attention of a few new tokens over a cache on CUDA, in chunks whose order of sums is fixed by position alone.
 
 torch's kernels leave most of a GPU idle for one new token, or add parts in the order in which they happen to end, so
-that the same request gives other bits now and then. Here each program looks at 64 positions for 16 rows of queries, and
-a second kernel adds what they found, from the first position to the last. So an answer's bits depend neither on timing,
-nor on how many tokens are asked about at once, nor on how far the cache reaches beyond the text.
+that the same request gives other bits now and then. Here each program looks at one chunk of a text for 16 rows of
+queries, and a second kernel adds up what they found, from the first chunk to the last. Chunks count from the text's
+first token and get longer along it: short ones spread a short text over the GPU, long ones keep the sum of a long one
+small. So a row's bits depend neither on timing, nor on how many tokens or texts are asked about at once, nor on how far
+the cache reaches beyond the text or padding ahead of it.
 """
 
 from __future__ import annotations
@@ -19,18 +21,92 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernels
 
 MOST_TOKENS = 16
 ROWS = 16  # of queries in one program: what one tensor-core tile holds
-SPLIT = 64  # positions in one program
+SPLIT = 64  # positions in one of the first chunks
+LEVEL = 32  # so many chunks are of one length, then twice as long
+MOST_DOUBLINGS = 3
+SUMMED = 32  # chunks that the sum adds up at once
+TILE_BYTES = 2**14  # of the keys that a program holds at once
 HEAD_SIZES = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2E = 1.4426950408889634
 
 if triton is not None:
-    # One binary for every number of tokens: those of 1 and 16 would be specialised.
-    @triton.jit(do_not_specialize=["tokens", "rows", "splits"])  # type: ignore[untyped-decorator]
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def chunk_at(chunk, SPLIT: tl.constexpr, LEVEL: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Where in its text a chunk begins, and how long it is."""
+        level = tl.minimum(chunk // LEVEL, MOST)
+        length = tl.full((), SPLIT, tl.int32) << level
+        return LEVEL * (length - SPLIT) + (chunk - level * LEVEL) * length, length
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def chunk_of(position, SPLIT: tl.constexpr, LEVEL: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The chunk in which a position of the text lies; -1 ahead of the text."""
+        level = tl.full((), 0, tl.int32)
+        for doubled in tl.static_range(1, MOST + 1):
+            level += (position >= LEVEL * SPLIT * (2**doubled - 1)).to(tl.int32)
+        length = tl.full((), SPLIT, tl.int32) << level
+        inside = level * LEVEL + (position - LEVEL * (length - SPLIT)) // length
+        return tl.where(position < 0, -1, inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def look(q, k, v, seen, highest, total, found, scale, height, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """What rows know after one tile more: their highest score in bits, and the sums of weights and of values.
+
+        Of a tile in which a row sees nothing, nothing of it changes. `scale` turns products into scores in bits, or
+        where these are capped into what the tanh takes, and `height` is the cap.
+        """
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            scores = height * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp2(scores - safe[:, None])
+        before = tl.exp2(highest - safe)
+        total = total * before + tl.sum(weights, 1)
+        found = found * before[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        return above, total, found
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+        tl.store(stat_ptr + stored * 2, highest, mask=inside)
+        tl.store(stat_ptr + stored * 2 + 1, total, mask=inside)
+        lanes = tl.arange(0, DIM)
+        tl.store(part_ptr + stored[:, None] * DIM + lanes[None, :], found, mask=inside[:, None])
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def add_up(part_ptr, stat_ptr, base, step, first, last, DIM: tl.constexpr, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """What a row has found in chunks `first` to `last`, which lie `step` apart.
+
+        Blocks of chunks begin at the same ones for every row, and what is not of the row adds zeros.
+        """
+        lanes = tl.arange(0, DIM)
+        highest = tl.full((), float("-inf"), tl.float32)
+        total = tl.full((), 0.0, tl.float32)
+        found = tl.zeros((DIM,), dtype=tl.float32)
+        for block in range(first // SUMMED * SUMMED, last + 1, SUMMED):
+            chunk = block + tl.arange(0, SUMMED)
+            held = (chunk >= first) & (chunk <= last)
+            stored = base + chunk.to(tl.int64) * step
+            top = tl.load(stat_ptr + stored * 2, mask=held, other=float("-inf"))
+            count = tl.load(stat_ptr + stored * 2 + 1, mask=held, other=0.0)
+            part = tl.load(part_ptr + stored[:, None] * DIM + lanes[None, :], mask=held[:, None], other=0.0)
+            above = tl.maximum(highest, tl.max(top, 0))
+            safe = tl.where(above == float("-inf"), 0.0, above)
+            before, now = tl.exp2(highest - safe), tl.exp2(top - safe)
+            found = found * before + tl.sum(part * now[:, None], 0)
+            total = total * before + tl.sum(count * now, 0)
+            highest = above
+        return found / tl.where(total == 0.0, 1.0, total)
+
+    # One binary for every number of tokens and positions: some numbers would be specialised.
+    @triton.jit(do_not_specialize=["tokens", "rows", "positions", "chunks", "window"])  # type: ignore[untyped-decorator]
     def _part_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
         v_ptr,
-        mask_ptr,
+        seen_ptr,
         part_ptr,
         stat_ptr,
         q_batch,
@@ -42,204 +118,294 @@ if triton is not None:
         v_batch,
         v_group,
         v_position,
-        mask_batch,
-        mask_token,
+        seen_batch,
+        seen_token,
         groups,
         tokens,
         rows,
         positions,
-        splits,
+        chunks,
+        window,
         scale,
+        height,
         DIM: tl.constexpr,
         ROWS: tl.constexpr,
         SPLIT: tl.constexpr,
+        LEVEL: tl.constexpr,
+        MOST: tl.constexpr,
+        TILE: tl.constexpr,
+        MASKED: tl.constexpr,
+        CAPPED: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        batch = (tl.program_id(0) // groups).to(tl.int64)
-        group = tl.program_id(0) % groups
-        split = tl.program_id(1)
-        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # a group's heads one after the other, each with its tokens
+        # Programs that read the same keys run side by side, so that the second finds them in the cache.
+        tiles = (rows + ROWS - 1) // ROWS
+        text = tl.program_id(0) // tiles  # one group's of one row of the batch
+        batch = (text // groups).to(tl.int64)
+        group = text % groups
+        chunk = chunks - 1 - tl.program_id(1)  # long ones first, so that none is left at the end
+        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)  # a group's heads, each with its tokens
         inside = row < rows
         head = group * (rows // tokens) + row // tokens
         token = row % tokens
-        place = split * SPLIT + tl.arange(0, SPLIT)
         lanes = tl.arange(0, DIM)
+        start, length = chunk_at(chunk, SPLIT, LEVEL, MOST)
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        seen = tl.load(
-            mask_ptr + batch * mask_batch + token[:, None] * mask_token + place[None, :],
-            mask=inside[:, None] & (place[None, :] < positions),
-            other=0,
-        )
-        seen = seen != 0
-        # Behind the rows that count come none of the next group's: what is stored lies by program.
-        stored = ((tl.program_id(0) * splits + split) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * ROWS
-        stored = stored + tl.arange(0, ROWS)
-        if tl.max(seen.to(tl.int32)) == 0:
-            tl.store(stat_ptr + stored * 2, tl.full((ROWS,), float("-inf"), tl.float32))
+        if MASKED:
+            origin = tl.full((), 0, tl.int32)
+            last = tl.full((ROWS,), 0, tl.int32) + positions - 1
         else:
+            spans = seen_ptr + batch * seen_batch
+            origin = tl.load(spans).to(tl.int32)
+            last = tl.load(spans + token * seen_token + 1, mask=inside, other=-1).to(tl.int32)
+        first = tl.where(window > 0, tl.maximum(origin, last - window + 1), origin)
+        begin = origin + start
+        end = tl.minimum(begin + length, tl.max(last, 0) + 1)
+        nearest = tl.min(tl.where(inside, first, positions), 0)
+        begin += tl.maximum(nearest - begin, 0) // TILE * TILE
+        if begin < end:
             q = tl.load(
                 q_ptr + batch * q_batch + head[:, None] * q_head + token[:, None] * q_token + lanes[None, :],
                 mask=inside[:, None],
                 other=0.0,
             )
-            k = tl.load(
-                k_ptr + batch * k_batch + group * k_group + place[:, None].to(tl.int64) * k_position + lanes[None, :],
-                mask=place[:, None] < positions,
-                other=0.0,
-            )
-            v = tl.load(
-                v_ptr + batch * v_batch + group * v_group + place[:, None].to(tl.int64) * v_position + lanes[None, :],
-                mask=place[:, None] < positions,
-                other=0.0,
-            )
-            scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-            highest = tl.max(scores, 1)
-            weights = tl.exp2(scores - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
-            tl.store(stat_ptr + stored * 2, highest)
-            tl.store(stat_ptr + stored * 2 + 1, tl.sum(weights, 1))
-            part = tl.dot(weights.to(v.dtype), v)
-            tl.store(part_ptr + stored[:, None] * DIM + lanes[None, :], part, mask=inside[:, None])
+            highest = tl.full((ROWS,), float("-inf"), tl.float32)
+            total = tl.zeros((ROWS,), dtype=tl.float32)
+            found = tl.zeros((ROWS, DIM), dtype=tl.float32)
+            for tile in range(begin, end, TILE):
+                place = tile + tl.arange(0, TILE)
+                held = place < positions
+                seen = (place[None, :] >= first[:, None]) & (place[None, :] <= last[:, None]) & held[None, :]
+                if MASKED:
+                    bits = seen_ptr + batch * seen_batch + token[:, None] * seen_token + place[None, :]
+                    seen = seen & (tl.load(bits, mask=seen & inside[:, None], other=0) != 0)
+                offset = place[:, None].to(tl.int64)
+                k = tl.load(
+                    k_ptr + batch * k_batch + group * k_group + offset * k_position + lanes[None, :],
+                    mask=held[:, None],
+                    other=0.0,
+                )
+                v = tl.load(
+                    v_ptr + batch * v_batch + group * v_group + offset * v_position + lanes[None, :],
+                    mask=held[:, None],
+                    other=0.0,
+                )
+                highest, total, found = look(q, k, v, seen, highest, total, found, scale, height, CAPPED)
+            stored = (text * chunks + chunk).to(tl.int64) * rows + row
+            store_chunk(part_ptr, stat_ptr, stored, inside, highest, total, found, DIM)
 
-    @triton.jit(do_not_specialize=["tokens", "rows", "tiles", "splits"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["tokens", "rows", "chunks", "window"])  # type: ignore[untyped-decorator]
     def _sum_kernel(  # type: ignore[no-untyped-def]
-        part_ptr, stat_ptr, y_ptr, groups, tokens, rows, tiles, splits, DIM: tl.constexpr, PDL: tl.constexpr
-    ):
-        row = tl.program_id(1)
-        lanes = tl.arange(0, DIM)
-        highest = tl.full((), float("-inf"), tl.float32)
-        total = tl.full((), 0.0, tl.float32)
-        found = tl.zeros((DIM,), dtype=tl.float32)
-        ROWS: tl.constexpr = 16
-        stored = (tl.program_id(0).to(tl.int64) * splits * tiles + row // ROWS) * ROWS + row % ROWS
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        for _ in range(0, splits):
-            top = tl.load(stat_ptr + stored * 2)
-            filled = tl.where(top > float("-inf"), DIM, 0)  # of a part that saw nothing, nothing was stored
-            count = tl.load(stat_ptr + stored * 2 + 1, mask=filled > 0, other=0.0)
-            part = tl.load(part_ptr + stored * DIM + lanes, mask=lanes < filled, other=0.0)
-            above = tl.maximum(highest, top)
-            safe = tl.where(above == float("-inf"), 0.0, above)
-            before, now = tl.exp2(highest - safe), tl.exp2(top - safe)
-            found = found * before + part * now
-            total = total * before + count * now
-            highest = above
-            stored += tiles * ROWS
-        batch, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-        heads = rows // tokens
-        place = (batch * tokens + row % tokens) * groups * heads + group * heads + row // tokens
-        total = tl.where(total == 0.0, 1.0, total)
-        tl.store(y_ptr + place.to(tl.int64) * DIM + lanes, (found / total).to(y_ptr.dtype.element_ty))
-
-
-def sum_parts(
-    parts: torch.Tensor,
-    stats: torch.Tensor,
-    y: torch.Tensor,
-    groups: int,
-    tokens: int,
-    rows: int,
-    splits: int,
-    overlap: bool,
-) -> None:
-    """Add up, from the first part to the last, what programs found for `rows` queries of each group."""
-    _sum_kernel[(y.shape[0] * groups, rows)](
-        parts,
-        stats,
-        y,
+        part_ptr,
+        stat_ptr,
+        seen_ptr,
+        y_ptr,
+        seen_batch,
+        seen_token,
         groups,
         tokens,
         rows,
-        -(-rows // ROWS),
-        splits,
-        DIM=y.shape[-1],
-        PDL=overlap,
-        num_warps=1,
-        launch_pdl=overlap,
-    )
+        chunks,
+        window,
+        DIM: tl.constexpr,
+        SPLIT: tl.constexpr,
+        LEVEL: tl.constexpr,
+        MOST: tl.constexpr,
+        SUMMED: tl.constexpr,
+        MASKED: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        batch, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+        row = tl.program_id(1)
+        heads = rows // tokens
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        if MASKED:
+            begin = tl.full((), 0, tl.int32)
+            end = chunks - 1
+        else:
+            spans = seen_ptr + batch.to(tl.int64) * seen_batch
+            last = (tl.load(spans + row % tokens * seen_token + 1) - tl.load(spans)).to(tl.int32)
+            first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
+            begin, end = chunk_of(first, SPLIT, LEVEL, MOST), chunk_of(last, SPLIT, LEVEL, MOST)
+        base = tl.program_id(0).to(tl.int64) * chunks * rows + row
+        y = add_up(part_ptr, stat_ptr, base, rows, begin, end, DIM, SUMMED)
+        place = (batch * tokens + row % tokens) * groups * heads + group * heads + row // tokens
+        tl.store(y_ptr + place.to(tl.int64) * DIM + tl.arange(0, DIM), y.to(y_ptr.dtype.element_ty))
+
+
+def chunks_for(positions: int) -> int:
+    """How many chunks cover so many positions of a text."""
+    level = 0
+    while level < MOST_DOUBLINGS and positions > LEVEL * SPLIT * (2 ** (level + 1) - 1):
+        level += 1
+    length = SPLIT << level
+    return level * LEVEL + -(-(positions - LEVEL * (length - SPLIT)) // length)
+
+
+def tile_for(dim: int, itemsize: int) -> int:
+    """Positions that a program holds at once; the same for every kernel, or their bits would differ."""
+    return min(SPLIT, max(16, TILE_BYTES // (dim * itemsize)))
+
+
+def scores_by(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """`look`'s scale and height: scores are in bits, and a cap is put on them before that."""
+    return (scaling * _LOG2E, 0.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
 
 
 @torch.library.custom_op("depthdecay::attend", mutates_args=())
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, overlap: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    overlap: bool,
 ) -> torch.Tensor:
-    """Queries (batch, heads, tokens, dim) over (batch, groups, positions, dim), where the mask is True.
+    """Queries (batch, heads, tokens, dim) over (batch, groups, positions, dim).
 
+    `seen` is the columns of the text's first token and of each query's own (batch, 1, tokens, 2), from which a window
+    counts back; or a mask of bits (batch, 1, tokens, positions or more), which knows about windows itself.
     The answer is (batch, tokens, heads, dim), as transformers' functions return it. `overlap` as for `gemv`.
     """
+    if not query.is_cuda:
+        return _reference(query, key, value, seen, scaling, window, softcap)
+    return _launched(query, key, value, seen, scaling, window, softcap, overlap)
+
+
+def _launched(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    overlap: bool,
+) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     groups, positions = key.shape[1:3]
-    if not query.is_cuda:
-        return _reference(query, key, value, mask, scaling)
-    rows = heads // groups * tokens
-    splits, tiles = -(-positions // SPLIT), -(-rows // ROWS)
-    stored = batch * groups * splits * tiles * ROWS
-    parts = torch.empty((stored, dim), dtype=torch.float32, device=query.device)
-    stats = torch.empty((stored, 2), dtype=torch.float32, device=query.device)
+    rows, chunks, masked = heads // groups * tokens, chunks_for(positions), seen.dtype == torch.bool
+    parts = torch.empty((batch * groups * chunks * rows, dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((len(parts), 2), dtype=torch.float32, device=query.device)
     y = torch.empty((batch, tokens, heads, dim), dtype=query.dtype, device=query.device)
-    _part_kernel[(batch * groups, splits, tiles)](
+    back = 0 if masked else window or 0
+    by_row = seen.stride(0) if seen.shape[0] > 1 else 0, seen.stride(2) if seen.shape[2] > 1 else 0
+    _part_kernel[(batch * groups * -(-rows // ROWS), chunks)](
         query,
         key,
         value,
-        mask,
+        seen,
         parts,
         stats,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        mask.stride(0) if mask.shape[0] > 1 else 0,
-        mask.stride(2) if mask.shape[2] > 1 else 0,
+        *by_row,
         groups,
         tokens,
         rows,
         positions,
-        splits,
-        scaling * _LOG2E,
+        chunks,
+        back,
+        *scores_by(scaling, softcap),
         DIM=dim,
         ROWS=ROWS,
         SPLIT=SPLIT,
+        LEVEL=LEVEL,
+        MOST=MOST_DOUBLINGS,
+        TILE=tile_for(dim, query.element_size()),
+        MASKED=masked,
+        CAPPED=softcap is not None,
         PDL=overlap,
         num_warps=4,
         launch_pdl=overlap,
     )
-    sum_parts(parts, stats, y, groups, tokens, rows, splits, overlap)
+    _sum_kernel[(batch * groups, rows)](
+        parts,
+        stats,
+        seen,
+        y,
+        *by_row,
+        groups,
+        tokens,
+        rows,
+        chunks,
+        back,
+        DIM=dim,
+        SPLIT=SPLIT,
+        LEVEL=LEVEL,
+        MOST=MOST_DOUBLINGS,
+        SUMMED=SUMMED,
+        MASKED=masked,
+        PDL=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
     return y
 
 
 @attend.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, overlap: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    overlap: bool,
 ) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     return query.new_empty((batch, tokens, heads, dim))
 
 
+def mask_of(spans: torch.Tensor, positions: int, window: int | None) -> torch.Tensor:
+    """The bits (batch, 1, tokens, positions) that the columns of a text's first token and of its queries stand for."""
+    first, last = spans.unsqueeze(-2).unbind(-1)
+    places = torch.arange(positions, device=spans.device)
+    seen = (places >= first) & (places <= last)
+    return seen if window is None else seen & (places > last - window)
+
+
 def _reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
+    positions = key.shape[2]
+    mask = seen[..., :positions] if seen.dtype == torch.bool else mask_of(seen, positions, window)
     share = query.shape[1] // key.shape[1]
-    keys, values = (states.float().repeat_interleave(share, dim=1) for states in (key, value))
-    scores = query.float() @ keys.transpose(2, 3) * scaling
-    scores = scores.masked_fill(~mask[..., : key.shape[2]], float("-inf"))
+    keys, values = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (key, value))
+    keys, values = (states.repeat_interleave(share, dim=1) for states in (keys, values))
+    scores = query.to(keys.dtype) @ keys.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(1, 2).to(query.dtype).contiguous()
 
 
-def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether these go through the kernels: few tokens, 16 bits, whole rows, and a mask of bits for all heads alike."""
+def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> bool:
+    """Whether these go through the kernels: few tokens, whole rows, and spans or a mask of bits for all heads alike."""
     dim = query.shape[-1]
     return (
-        mask is not None
+        seen is not None
         and query.is_cuda
         and triton is not None
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and mask.dtype == torch.bool
-        and mask.dim() == 4
-        and mask.shape[1] == 1
-        and mask.stride(3) == 1
-        and mask.shape[3] >= key.shape[2]
+        and query.dtype in DTYPES
+        and seen.dim() == 4
+        and seen.shape[1] == 1
+        and seen.stride(3) == 1
+        and (seen.dtype == torch.int64 or (seen.dtype == torch.bool and seen.shape[3] >= key.shape[2]))
         and query.shape[2] <= MOST_TOKENS
         and dim in HEAD_SIZES
         and value.shape[-1] == dim

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from depthdecay.calibration import divergence
+from depthdecay.calibration.divergence import mean_kl, weighted_kl
+
+
+@pytest.mark.parametrize("at_once", [3, 7, 100])
+def test_kl_in_parts_is_kl_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergence, "ROWS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    head, other = nn.Linear(4, 11).requires_grad_(False), nn.Linear(4, 11).requires_grad_(False)
+    states, targets = torch.randn(2, 7, 4, requires_grad=True), torch.randn(7, 4)
+    weights = torch.rand(2, 7)
+    found = weighted_kl(states, weights, head, targets, other)
+    wanted = other(targets).softmax(-1)
+    by_position = (wanted * (wanted.log() - head(states).log_softmax(-1))).sum(-1)
+    expected = (weights * by_position).sum()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    (gradient,) = torch.autograd.grad(3 * found, states, retain_graph=True)
+    (plain,) = torch.autograd.grad(3 * expected, states, retain_graph=True)
+    assert torch.allclose(gradient, plain, atol=1e-6)
+    with torch.no_grad():
+        assert float(mean_kl(states[1], head, targets, other)) == pytest.approx(float(by_position[1].mean()), rel=1e-5)
