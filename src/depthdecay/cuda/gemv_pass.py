@@ -11,8 +11,12 @@ import torch
 from torch import fx
 
 from depthdecay import library_internals as internals
+from depthdecay.cuda import layer_patterns
 from depthdecay.cuda.kernels import dependent_launch as waiting
-from depthdecay.cuda.kernels import expert_products, gemv
+from depthdecay.cuda.kernels import expert_products, fused_product, gemv
+from depthdecay.cuda.layer_patterns import gate_behind, is_view, norm_before, residual_behind, source_of
+
+FUSED = frozenset(("norm", "gate", "residual", "later"))  # what products of a few rows take along
 
 _GraphPass: Any = internals.graph_pass_class()
 
@@ -33,12 +37,20 @@ class GemvPass(_GraphPass):
             weight = _weight_of(node)
             if weight is None or not self._fits(node, weight.meta["val"]):
                 continue
-            source = _source_of(_vector_of(node))
+            source = source_of(_vector_of(node))
             alone = self._is_skinny(node) and not gemv.can_join(weight.meta["val"])
             groups.setdefault((source, node) if alone else source, []).append(node)
-        for products in groups.values():
-            for start in range(0, len(products), gemv.MOST_MATRICES):
-                self._replace(graph, products[start : start + gemv.MOST_MATRICES])
+        calls = [
+            products[start : start + gemv.MOST_MATRICES]
+            for products in groups.values()
+            for start in range(0, len(products), gemv.MOST_MATRICES)
+        ]
+        # Behind a layer's first products comes its attention, which reads little.
+        behind = [weight for products in calls[1:3] for weight in map(_weight_of, products) if weight is not None]
+        for products in calls:
+            later = behind[: fused_product.MOST_LATER] if products is calls[0] and "later" in FUSED else []
+            if not (self.rows == "few" and self._fuse(graph, products, later)):
+                self._replace(graph, products)
         graph.eliminate_dead_code()
 
     def _is_skinny(self, product: fx.Node) -> bool:
@@ -52,6 +64,46 @@ class GemvPass(_GraphPass):
         # A number of rows that is a symbol stands for the sizes of verifications, which are few.
         few = self.rows == "few" and (isinstance(count, torch.SymInt) or count <= gemv.MOST_ROWS)
         return (few or self.rows == "any") and gemv.is_even(weight)
+
+    def _fuse(self, graph: fx.Graph, products: list[fx.Node], later: list[fx.Node]) -> bool:
+        """Replace products together with what stands around them, where something does that a kernel takes along.
+
+        `later`: matrices that products behind attention will read.
+        """
+        vector = _vector_of(products[0])
+        if not all(map(self._is_skinny, products)) or not is_view(vector):
+            return False
+        total = gate_behind(*products) if len(products) == 2 and "gate" in FUSED else None
+        if total is None and len(products) == 2 and "gate" in FUSED:
+            total = gate_behind(*reversed(products))
+            products = products if total is None else products[::-1]
+        weights = [weight for weight in map(_weight_of, products) if weight is not None]
+        values = [weight.meta["val"] for weight in weights]
+        gated = total is not None and fused_product.can_fuse(values, gated=True)
+        summed = residual_behind(products[0]) if len(products) == 1 and "residual" in FUSED else None
+        norm = norm_before(vector, products) if fused_product.can_norm(values) and "norm" in FUSED else None
+        if not (gated or fused_product.can_fuse(values, gated=False)) or not (gated or summed or norm):
+            return False
+        x, rows = vector.meta["val"], fused_product.rows_of(values, gated)
+        with graph.inserting_before(min(products)):
+            source, weight, epsilon, residual = vector, None, 0.0, None
+            if norm is not None:
+                source, weight, epsilon = _reshaped(graph, norm.source, vector.args[1], x), norm.weight, norm.epsilon
+            answer = x.new_empty((x.shape[0], rows))
+            if summed is not None:
+                total, other = summed
+                residual = _reshaped(graph, other, [vector.args[1][0], rows], answer)  # type: ignore[index]
+            joined = graph.call_function(
+                torch.ops.depthdecay.fused_product.default,
+                (source, weights, weight, epsilon, residual, gated, later, self.overlap),
+            )
+            joined.meta["val"] = answer
+            if total is not None and (gated or summed is not None):
+                shape = next(iter(products[0].users)).args[1]  # of the view behind it
+                total.replace_all_uses_with(_reshaped(graph, joined, shape, total.meta["val"]))
+                return True
+        _share_out(graph, joined, products)
+        return True
 
     def _replace(self, graph: fx.Graph, products: list[fx.Node]) -> None:
         vector = _vector_of(products[0])
@@ -70,25 +122,16 @@ class GemvPass(_GraphPass):
                 summed.meta["val"] = x.new_empty(shape[1:], dtype=torch.float32)
                 joined = graph.call_function(torch.ops.prims.convert_element_type.default, (summed, x.dtype))
                 joined.meta["val"] = x.new_empty(shape[1:])
-            start = 0
-            for product, width in zip(products, rows, strict=True):
-                part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))
-                part.meta["val"] = joined.meta["val"][:, start : start + width]
-                start += width
-                if product.target is torch.ops.aten.addmm.default:
-                    with graph.inserting_before(product):  # a bias may be computed later than the first product
-                        biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
-                    biased.meta["val"] = product.meta["val"]
-                    part = biased
-                product.replace_all_uses_with(part)
-        for product in products:
-            graph.erase_node(product)
+        _share_out(graph, joined, products)
 
     def uuid(self) -> Any:
         return internals.files_key(
             # Traced graphs hold the parts that both kinds of products come in; the last two say where kernels wait.
-            (__file__, gemv.__file__, expert_products.__file__, waiting.__file__, internals.__file__),
-            extra=f"{self.overlap} {self.rows}",
+            (
+                *(__file__, layer_patterns.__file__, gemv.__file__, fused_product.__file__, expert_products.__file__),
+                *(waiting.__file__, internals.__file__),
+            ),
+            extra=f"{self.overlap} {self.rows} {sorted(FUSED)}",
         )
 
 
@@ -96,14 +139,6 @@ def _vector_of(node: fx.Node) -> fx.Node:
     vector = node.args[1] if node.target is torch.ops.aten.addmm.default else node.args[0]
     assert isinstance(vector, fx.Node)
     return vector
-
-
-def _source_of(node: fx.Node) -> fx.Node:
-    """The tensor behind reshapes: each product comes with its own view of the same vector."""
-    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-    while node.target in views and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _weight_of(node: fx.Node) -> fx.Node | None:
@@ -127,3 +162,28 @@ def _weight_of(node: fx.Node) -> fx.Node | None:
 
 def _is_one(vector: torch.Tensor) -> bool:
     return not isinstance(vector.shape[0], torch.SymInt) and vector.shape[0] == 1
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, shape: Any, value: torch.Tensor) -> fx.Node:
+    view = graph.call_function(torch.ops.aten.reshape.default, (node, shape))
+    view.meta["val"] = value
+    return view
+
+
+def _share_out(graph: fx.Graph, joined: fx.Node, products: list[fx.Node]) -> None:
+    """Give each product's users its columns of what was multiplied at once."""
+    start = 0
+    for product in products:
+        width = product.meta["val"].shape[1]
+        with graph.inserting_after(joined):
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, start, start + width))
+        part.meta["val"] = joined.meta["val"][:, start : start + width]
+        start += width
+        if product.target is torch.ops.aten.addmm.default:
+            with graph.inserting_before(product):  # a bias may be computed later than the first product
+                biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
+            biased.meta["val"] = product.meta["val"]
+            part = biased
+        product.replace_all_uses_with(part)
+    for product in products:
+        graph.erase_node(product)
