@@ -307,7 +307,7 @@ def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list
         assert torch.equal(some, expected[:, first : first + count])
 
 
-@in_16_bits
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("columns", "rows", "gated"),
     [
