@@ -156,3 +156,21 @@ def test_a_head_beside_a_model_in_16_bits_turns_by_all_digits_of_its_frequencies
 def test_states_that_heads_are_fed() -> None:
     assert outer_states(30) == (1, 14, 29)
     assert outer_states(2) == (0, 1)
+
+
+def test_a_head_in_4_bits_is_small_and_drafts_nearly_as_well(tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=128, intermediate_size=256)
+    head = random_head(model, 0)
+    whole, small = head.save(tmp_path / "whole"), head.save(tmp_path / "small", in_4_bits=True)
+    assert small.stat().st_size < 0.45 * whole.stat().st_size  # in which matrices are 2 bytes a number
+    read = DraftHead.load(small)
+    assert read.shape == head.shape
+    assert torch.equal(read.vocabulary, head.vocabulary)
+    for name, weight in head.state_dict().items():
+        kept = read.state_dict()[name].float()
+        error = (kept - weight.float()).norm() / weight.float().norm()
+        assert float(error) < (0.1 if weight.dim() == 2 else 1e-2), name
+    again = DraftHead.load(read.save(tmp_path / "again", in_4_bits=True))
+    assert all(
+        torch.allclose(tensor, again.state_dict()[name], atol=1e-3) for name, tensor in read.state_dict().items()
+    )

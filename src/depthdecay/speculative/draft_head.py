@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from depthdecay.cpu.quantized_blocks import INT4, QuantizedBlocks, can_hold, rounded_to_4
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.tensor_files import read_tensors, write_tensors
@@ -176,9 +177,14 @@ class DraftHead(nn.Module):
         """Read by one draft, besides its rows of the output matrix."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
-    def save(self, file: Path) -> Path:
+    def save(self, file: Path, *, in_4_bits: bool = False) -> Path:
+        """`in_4_bits`: matrices in a third of the room, as a CPU drafts with them beside a model in 4 bits."""
         tensors = {name: _packed(tensor.detach().cpu().contiguous()) for name, tensor in self.state_dict().items()}
         tensors["vocabulary"] = tensors["vocabulary"].to(torch.int32)
+        if in_4_bits:
+            tensors = {
+                part: kept for name, tensor in tensors.items() for part, kept in _in_4_bits(name, tensor).items()
+            }
         kind = dict(zip(("format", "version"), _KIND, strict=True))
         about = {**kind, "shape": json.dumps(asdict(self.shape)), "right": str(self.right)}
         return write_tensors(file, tensors, about, "draft head")
@@ -190,6 +196,7 @@ class DraftHead(nn.Module):
     @classmethod
     def _of(cls, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> DraftHead:
         shape = json.loads(about["shape"])
+        tensors = _widened(tensors)
         with torch.device("meta"):
             head = cls(
                 HeadShape(**{**shape, "states": tuple(shape["states"])}),
@@ -206,6 +213,31 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """In half the bytes where nothing is lost by it: fitted heads are rounded to 16 bits."""
     half = tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
     return half if torch.equal(half.to(tensor.dtype), tensor) else tensor
+
+
+_NUMBERS, _SCALE, _OFFSET = ".numbers", ".scale", ".offset"  # what a matrix in 4 bits is kept as
+
+
+def _in_4_bits(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of a matrix that are kept; all else as it is."""
+    if not (tensor.is_floating_point() and can_hold(tensor)):
+        return {name: tensor}
+    blocks = rounded_to_4(tensor)
+    assert blocks.offset is not None
+    pairs = blocks.numbers.reshape(blocks.rows, -1, 2)
+    numbers = pairs[..., 0] | (pairs[..., 1] << 4)
+    return {name + _NUMBERS: numbers.contiguous(), name + _SCALE: blocks.scale, name + _OFFSET: blocks.offset}
+
+
+def _widened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by name, those in 4 bits as the numbers that they stand for."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith((_NUMBERS, _SCALE, _OFFSET))}
+    for name, pairs in tensors.items():
+        if name.endswith(_NUMBERS):
+            own = name.removesuffix(_NUMBERS)
+            numbers = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+            found[own] = QuantizedBlocks(INT4, numbers, tensors[own + _SCALE], tensors[own + _OFFSET]).widened()
+    return found
 
 
 def _turned(heads: torch.Tensor, angles: KeysAndValues) -> torch.Tensor:
