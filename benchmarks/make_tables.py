@@ -29,7 +29,7 @@ def make_document(results: dict[str, list[Result]]) -> str:
     sections = {
         "Calibrated plans": calibration_section(results["calibrate"]),
         "Answers to tasks": answers_section(results["eval"]),
-        "Lossless mode": lossless_section(results["lossless"], results["steps"]),
+        "Lossless mode": lossless_section(results["lossless"], results["steps"], results["texts"]),
         "On a CPU": precisions_section(results["precisions"]),
         "Inside vLLM": vllm_section(results["vllm"]),
     }

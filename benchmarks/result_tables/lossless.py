@@ -24,6 +24,10 @@ CAPTURED = (
     "Rows on fewer prompts were warmed up on one of them: where they need graphs for other lengths of text, capturing "
     "these is in their time."
 )
+TEXTS = (
+    "One loaded model on several sets of prompts, one prompt at a time, full depth and lossless mode in turns; only "
+    "decoding is timed. Nothing was fitted on these prompts unless the plan's name says so."
+)
 STEPS = (
     "What passes cost, in full-depth steps, on random weights in the true shape; and the speed-up for a share of right "
     "drafts, with the number of drafts a window that is best there."
@@ -53,9 +57,38 @@ LOSSLESS_COLUMNS: tuple[Column, ...] = (
 )
 
 
-def lossless_section(results: list[Result], steps: list[Result]) -> list[str]:
-    """A table for each set of prompts, then the costs of passes by shape."""
+def _speed(row: Result) -> str:
+    window = row["tokens_per_verification"]
+    return times(row["speedup"]) + ("" if window is None else f", {window:.2f} tokens a window")
+
+
+def texts_section(results: list[Result]) -> list[str]:
+    """By kind of text, what one engine gains there."""
     lines: list[str] = []
+    for result in results:
+        reports = result["lossless_texts"]
+        settings = next(iter(reports.values()))["settings"]
+        words = [
+            f"up to {settings['new_tokens']} new tokens",
+            *([f"sampled at temperature {settings['temperature']:g}"] if settings["temperature"] else []),
+            f"{settings['dtype']} on {machine({**result, 'settings': settings})}",
+            *software(result),
+        ]
+        lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
+        lines += ["| text | prompts | full depth, tokens/s | drafts | and lookup | answers that differ |"]
+        lines += ["|---|---:|---:|---:|---:|---:|"]
+        for name, report in reports.items():
+            full, drafted, looked_up = report["lossless_rows"]
+            differ = max(row["answers_that_differ"] for row in (drafted, looked_up))
+            cells = [name, str(full["prompts"]), f"{full['tokens_per_second']:.0f}", _speed(drafted), _speed(looked_up)]
+            lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
+        lines += ["", f"Drafts by: {drafted['method'].removeprefix('lossless, ')}. `{result['command']}`", ""]
+    return ["### By kind of text", "", TEXTS, "", *lines] if lines else []
+
+
+def lossless_section(results: list[Result], steps: list[Result], texts: list[Result]) -> list[str]:
+    """A table for each set of prompts, one over kinds of text, then the costs of passes by shape."""
+    lines = texts_section(texts)
     if results:
         lines += [LOSSLESS, ""]
     for result in sorted(results, key=lambda r: (r["model"], r["file"])):

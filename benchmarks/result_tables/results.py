@@ -16,6 +16,7 @@ KINDS: dict[str, set[str]] = {
     "precisions": {"model", "command", "machine", "settings", "rows", "read_gb_per_second"},
     "bench": {"model", "command", "machine", "settings", "rows"},
     "lossless": {"model", "command", "machine", "settings", "lossless_rows"},
+    "texts": {"model", "command", "machine", "lossless_texts"},
     "steps": {"command", "machine", "step_costs"},
     "vllm": {"model", "command", "machine", "settings", "vllm_rows"},
 }
