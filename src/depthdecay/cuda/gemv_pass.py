@@ -5,7 +5,7 @@ So they serve every architecture, and no modelling code is touched.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from depthdecay import library_internals as internals
 from depthdecay.cuda import layer_patterns
 from depthdecay.cuda.kernels import dependent_launch as waiting
 from depthdecay.cuda.kernels import expert_products, fused_product, gemv
-from depthdecay.cuda.layer_patterns import gate_behind, is_view, norm_before, residual_behind, source_of
+from depthdecay.cuda.layer_patterns import Norm, gate_behind, is_view, norm_before, residual_behind, source_of
 
 FUSED = frozenset(("norm", "gate", "residual", "later"))  # what products of a few rows take along
 
@@ -46,7 +46,7 @@ class GemvPass(_GraphPass):
             for start in range(0, len(products), gemv.MOST_MATRICES)
         ]
         # Behind a layer's first products comes its attention, which reads little.
-        behind = [weight for products in calls[1:3] for weight in map(_weight_of, products) if weight is not None]
+        behind = [weight for products in calls[1:3] for weight in _weights_of(products)]
         for products in calls:
             later = behind[: fused_product.MOST_LATER] if products is calls[0] and "later" in FUSED else []
             if not (self.rows == "few" and self._fuse(graph, products, later)):
@@ -66,48 +66,42 @@ class GemvPass(_GraphPass):
         return (few or self.rows == "any") and gemv.is_even(weight)
 
     def _fuse(self, graph: fx.Graph, products: list[fx.Node], later: list[fx.Node]) -> bool:
-        """Replace products together with what stands around them, where something does that a kernel takes along.
+        """Replace products together with what stands around them, if anything does that a kernel takes along.
 
         `later`: matrices that products behind attention will read.
         """
         vector = _vector_of(products[0])
         if not all(map(self._is_skinny, products)) or not is_view(vector):
             return False
-        total = gate_behind(*products) if len(products) == 2 and "gate" in FUSED else None
-        if total is None and len(products) == 2 and "gate" in FUSED:
-            total = gate_behind(*reversed(products))
-            products = products if total is None else products[::-1]
-        weights = [weight for weight in map(_weight_of, products) if weight is not None]
-        values = [weight.meta["val"] for weight in weights]
-        gated = total is not None and fused_product.can_fuse(values, gated=True)
-        summed = residual_behind(products[0]) if len(products) == 1 and "residual" in FUSED else None
-        norm = norm_before(vector, products) if fused_product.can_norm(values) and "norm" in FUSED else None
-        if not (gated or fused_product.can_fuse(values, gated=False)) or not (gated or summed or norm):
+        around = _around(products)
+        if around is None:
             return False
-        x, rows = vector.meta["val"], fused_product.rows_of(values, gated)
-        with graph.inserting_before(min(products)):
+        weights = _weights_of(around.products)
+        rows = fused_product.rows_of([weight.meta["val"] for weight in weights], around.gated)
+        x = vector.meta["val"]
+        answer = x.new_empty((x.shape[0], rows))
+        with graph.inserting_before(products[0]):
             source, weight, epsilon, residual = vector, None, 0.0, None
-            if norm is not None:
-                source, weight, epsilon = _reshaped(graph, norm.source, vector.args[1], x), norm.weight, norm.epsilon
-            answer = x.new_empty((x.shape[0], rows))
-            if summed is not None:
-                total, other = summed
-                residual = _reshaped(graph, other, [vector.args[1][0], rows], answer)  # type: ignore[index]
+            if around.norm is not None:
+                before, weight, epsilon = around.norm
+                source = _reshaped(graph, before, vector.args[1], x)
+            if around.residual is not None:
+                residual = _reshaped(graph, around.residual, [vector.args[1][0], rows], answer)  # type: ignore[index]
             joined = graph.call_function(
                 torch.ops.depthdecay.fused_product.default,
-                (source, weights, weight, epsilon, residual, gated, later, self.overlap),
+                (source, weights, weight, epsilon, residual, around.gated, later, self.overlap),
             )
             joined.meta["val"] = answer
-            if total is not None and (gated or summed is not None):
+            if around.last is not None:
                 shape = next(iter(products[0].users)).args[1]  # of the view behind it
-                total.replace_all_uses_with(_reshaped(graph, joined, shape, total.meta["val"]))
-                return True
-        _share_out(graph, joined, products)
+                around.last.replace_all_uses_with(_reshaped(graph, joined, shape, around.last.meta["val"]))
+        if around.last is None:
+            _share_out(graph, joined, products)
         return True
 
     def _replace(self, graph: fx.Graph, products: list[fx.Node]) -> None:
         vector = _vector_of(products[0])
-        weights = [weight for weight in map(_weight_of, products) if weight is not None]
+        weights = _weights_of(products)
         with graph.inserting_before(products[0]):
             rows = [weight.meta["val"].shape[0] for weight in weights]
             x = vector.meta["val"]
@@ -133,6 +127,39 @@ class GemvPass(_GraphPass):
             ),
             extra=f"{self.overlap} {self.rows} {sorted(FUSED)}",
         )
+
+
+class _Around(NamedTuple):
+    """What a kernel takes along with products: a norm before them, and what is behind up to the node `last`."""
+
+    products: list[fx.Node]  # the gate first
+    norm: Norm | None
+    gated: bool = False
+    residual: fx.Node | None = None
+    last: fx.Node | None = None
+
+
+def _around(products: list[fx.Node]) -> _Around | None:
+    """What stands around products and goes into one kernel with them; None where nothing does."""
+    values = [weight.meta["val"] for weight in _weights_of(products)]
+    normed = "norm" in FUSED and fused_product.can_norm(values)
+    norm = norm_before(_vector_of(products[0]), products) if normed else None
+    if "gate" in FUSED and len(products) == 2 and fused_product.can_fuse(values, gated=True):
+        for pair in (products, products[::-1]):
+            last = gate_behind(*pair)
+            if last is not None:
+                return _Around(pair, norm, gated=True, last=last)
+    if not fused_product.can_fuse(values, gated=False):
+        return None
+    if "residual" in FUSED and len(products) == 1 and fused_product.can_add(values):
+        summed = residual_behind(products[0])
+        if summed is not None:
+            return _Around(products, norm, residual=summed[1], last=summed[0])
+    return _Around(products, norm) if norm is not None else None
+
+
+def _weights_of(products: list[fx.Node]) -> list[fx.Node]:
+    return [weight for weight in map(_weight_of, products) if weight is not None]
 
 
 def _vector_of(node: fx.Node) -> fx.Node:

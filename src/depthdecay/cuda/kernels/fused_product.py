@@ -162,6 +162,7 @@ class Tile(NamedTuple):
 PLAIN = (Tile(64, 4, 4, 128, 512), Tile(32, 4, 5, 128, 1024), Tile(16, 4, 6, 256, 4096))
 GATED = (Tile(64, 4, 3, 128, 512), Tile(32, 4, 5, 128, 512), Tile(16, 4, 5, 256, 1024))
 LEAST_PROGRAMS = 128  # an H200 has 132 processors
+LONG_ROW = 4096  # columns
 
 
 def tile_of(weights: Sequence[torch.Tensor], gated: bool) -> Tile | None:
@@ -288,6 +289,14 @@ def rows_of(weights: Sequence[torch.Tensor], gated: bool) -> int:
 def can_fuse(weights: Sequence[torch.Tensor], gated: bool) -> bool:
     """Whether the kernel takes these matrices."""
     return weights[0].dtype in (torch.bfloat16, torch.float16) and tile_of(weights, gated) is not None
+
+
+def can_add(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a residual can be taken along: that needs sums in one part, where long rows leave processors idle."""
+    tile = tile_of(weights, gated=False)
+    return tile is not None and (
+        rows_of(weights, False) // tile.rows >= LEAST_PROGRAMS or weights[0].shape[1] <= LONG_ROW
+    )
 
 
 def can_norm(weights: Sequence[torch.Tensor]) -> bool:
