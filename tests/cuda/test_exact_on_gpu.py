@@ -17,7 +17,7 @@ import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import expert_products as experts
-from depthdecay.cuda.kernels import fused_product, gemv
+from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.cuda.pass_graphs import PassGraphs
@@ -90,8 +90,8 @@ def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often our kernels for a few rows were started."""
     counts: Counter[str] = Counter()
-    beside, attended = gemv.side_by_side, attend._launched
-    monkeypatch.setattr(gemv, "side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+    beside, attended = gemv._side_by_side, attend._launched
+    monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
     monkeypatch.setattr(attend, "_launched", lambda *args: (counts.update(["attention"]), attended(*args))[1])
     tile = experts.expert_tiling
     monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
@@ -305,52 +305,6 @@ def test_a_product_s_rows_do_not_depend_on_their_number(columns: int, rows: list
         first = int(torch.randint(0, 201 - count, ()))
         some = gemv.skinny_gemm(x[first : first + count].contiguous(), weights, True)
         assert torch.equal(some, expected[:, first : first + count])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    ("columns", "rows", "gated"),
-    [
-        (1536, [1536, 256, 256], False),
-        (8960, [1536], False),
-        (1536, [8960, 8960], True),
-        (4096, [11008, 11008], True),
-        (576, [576, 192, 192], False),
-    ],
-)
-@pytest.mark.parametrize("around", ["", "norm", "residual", "norm residual"])
-def test_a_fused_product_s_rows_do_not_depend_on_their_number(
-    columns: int, rows: list[int], gated: bool, around: str, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    x = torch.randn((40, columns), device="cuda").to(dtype)
-    weights = [(torch.randn((count, columns), device="cuda") * columns**-0.5).to(dtype) for count in rows]
-    norm = torch.rand(columns, device="cuda").to(dtype) if "norm" in around else None
-    height = fused_product.rows_of(weights, gated)
-    residual = torch.randn((40, height), device="cuda").to(dtype) if "residual" in around else None
-
-    def multiply(first: int, count: int, overlap: bool) -> torch.Tensor:
-        some = slice(first, first + count)
-        added = None if residual is None else residual[some]
-        return fused_product.fused_product(
-            x[some].contiguous(), weights, norm, 1e-6, added, gated, weights[:1], overlap
-        )
-
-    expected = multiply(0, 40, False)
-    whole = fused_product.fused_product(
-        x.double().cpu(),
-        [weight.double().cpu() for weight in weights],
-        None if norm is None else norm.double().cpu(),
-        1e-6,
-        None if residual is None else residual.double().cpu(),
-        gated,
-        [],
-        False,
-    ).cuda()
-    assert float((expected.double() - whole).norm() / whole.norm()) < 0.02
-    for count in (*range(1, 18), 33):
-        first = int(torch.randint(0, 41 - count, ()))
-        assert torch.equal(multiply(first, count, True), expected[first : first + count])
 
 
 @in_every_dtype

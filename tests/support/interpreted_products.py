@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton_interpreter  # noqa: F401
 
-from depthdecay.cuda.kernels import expert_products, fused_product, gemv
+from depthdecay.cuda.kernels import expert_products, gemv
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
@@ -34,27 +34,6 @@ def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) ->
         assert torch.equal(some, expected[:, pairs]), (dtype, experts, choices, each, first, count)
 
 
-def check_fused(columns: int, heights: list[int], gated: bool, with_norm: bool, with_residual: bool) -> None:
-    weights = [(torch.randn(height, columns) * 0.1).half() for height in heights]
-    norm = torch.rand(columns).half() if with_norm else None
-    residual = torch.randn(20, fused_product.rows_of(weights, gated)).half() if with_residual else None
-    x = torch.randn(20, columns).half()
-
-    def multiply(first: int, count: int) -> torch.Tensor:
-        some = slice(first, first + count)
-        added = None if residual is None else residual[some]
-        return fused_product.multiply_fused(x[some], weights, norm, 1e-6, added, gated, [], False)
-
-    given = [None if tensor is None else tensor.double() for tensor in (norm, residual)]
-    whole = fused_product.fused_product(
-        x.double(), [weight.double() for weight in weights], given[0], 1e-6, given[1], gated, [], False
-    )
-    expected = multiply(0, 20)
-    assert float((expected.double() - whole).norm() / whole.norm()) < 2e-3
-    for first, count in ((0, 1), (3, 2), (2, 16), (1, 18)):
-        assert torch.equal(multiply(first, count), expected[first : first + count])
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.float32):  # the interpreter does not know bfloat16
@@ -63,8 +42,4 @@ if __name__ == "__main__":
         for experts, choices in ((4, 2), (6, 3)):
             for each in (False, True):
                 check_experts(dtype, experts, choices, each)
-    for with_norm in (False, True):
-        for with_residual in (False, True):
-            check_fused(256, [64, 32, 32], False, with_norm, with_residual)
-            check_fused(576, [64, 64], True, with_norm, with_residual)
     print("alike")

@@ -182,7 +182,7 @@ if triton is not None:
             _store_rows(y_ptrs, vector, rows, count, total3, inside, 3)
 
 
-def side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
     """As many matrices as a kernel takes, the first again for those that are missing, and where each one's rows end."""
     ends = list(accumulate(weight.shape[0] for weight in weights))
     missing = MOST_MATRICES - len(weights)
@@ -200,7 +200,7 @@ def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> tor
     rows = sum(weight.shape[0] for weight in weights)
     columns = x.shape[1]
     y = x.new_empty((1, rows))
-    padded, ends = side_by_side(weights)
+    padded, ends = _side_by_side(weights)
     block = min(BLOCK, triton.next_power_of_2(columns))
     _gemv_kernel[(rows,)](
         x,
@@ -261,14 +261,13 @@ def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tili
     """
     if tiles == 1:
         return tile
-    heights, size = [weight.shape[0] for weight in weights], weights[0].element_size()
-    # The taller, the less often vectors are read, as long as every processor has a program. In 32 bits, where a number
-    # is two of tensor cores, more than 64 rows would not fit into registers.
-    tall = [rows for rows in (256 // size, 128 // size) if all(height % rows == 0 for height in heights)]
+    heights = [weight.shape[0] for weight in weights]
+    # The taller, the less often vectors are read, as long as every processor has a program.
+    tall = [rows for rows in (128, 64) if all(height % rows == 0 for height in heights)]
     full = [rows for rows in tall if sum(heights) // rows * tile.parts >= TALL_PROGRAMS.start]
-    rows = next(iter(full), min(tile.rows, 256 // size))
-    stage = (rows + MOST_ROWS * tiles) * tile.columns * size
-    return tile._replace(rows=rows, warps=4, stages=min(tile.stages, 1 + SHARED_BYTES // stage))
+    rows = next(iter(full), tile.rows)
+    stage = (rows + MOST_ROWS * tiles) * tile.columns * weights[0].element_size()
+    return tile._replace(rows=rows, warps=4, stages=max(2, min(tile.stages, SHARED_BYTES // stage)))
 
 
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
@@ -292,7 +291,7 @@ def multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) ->
     count, columns = x.shape
     x = x.contiguous()
     y = torch.empty((parts, count, rows), dtype=torch.float32, device=x.device)
-    padded, ends = side_by_side(weights)
+    padded, ends = _side_by_side(weights)
     tiles = min(MOST_TILES, triton.next_power_of_2(-(-count // MOST_ROWS)))
     tile = for_tiles(tile, weights, tiles)
     even = rows % tile.rows == 0
