@@ -20,6 +20,7 @@ def test_the_rest_of_the_time_decides_how_much_is_done(clock: list[float]) -> No
     assert budget.left_of(0.5) == 30
     assert budget.affordable(10, 7.5) == 8
     assert budget.affordable(4, 7.5) == 4
+    assert budget.affordable(10, 7.5, by=0.5) == 4
     clock[0] += 45
     assert budget.left_of(0.5) == 0
     assert budget.affordable(10, 7.5) == 2

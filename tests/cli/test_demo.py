@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,16 +68,21 @@ def test_each_kind_of_run_has_a_warm_engine_of_its_own(
         return generate(engine, prompts, max_new_tokens, **settings)
 
     monkeypatch.setattr(Engine, "generate", recorded)
+    monkeypatch.setattr(sys.modules["depthdecay.cli.demo"], "_TIMING_SECONDS", math.inf)
     assert demo("-m", tiny, "--out", str(tmp_path))[0] == 0
-    warm_full, warm_decay, timed_decay, timed_full = calls
-    assert warm_full[0] is timed_full[0]
-    assert warm_decay[0] is timed_decay[0]
-    assert warm_full[0].plan is None
-    assert warm_decay[0].plan is not None
-    assert [tokens for _, tokens in calls] == [8, 8, 24, 24]
+    (full, _), (decay, _), *timed = calls
+    assert full.plan is None
+    assert decay.plan is not None
+    assert [engine for engine, _ in timed] == [decay, full, full, decay] * 2
+    assert [tokens for _, tokens in calls] == [8] * 2 + [24] * 8
+    # A model that takes long is timed once more, no oftener.
+    calls.clear()
+    monkeypatch.setattr(sys.modules["depthdecay.cli.demo"], "_TIMING_SECONDS", 0.0)
+    assert demo("-m", tiny, "--out", str(tmp_path))[0] == 0
+    assert [tokens for _, tokens in calls] == [8] * 2 + [24] * 2
     # Graphs are captured for the length of the run.
-    warm_full[0].uses_graphs = True
-    assert _warm_up_tokens(warm_full[0], 24) == 24
+    full.uses_graphs = True
+    assert _warm_up_tokens(full, 24) == 24
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 200])
@@ -118,11 +124,12 @@ def test_quality_is_told_in_figures_only_where_this_schedule_was_measured() -> N
         ((66.0, 68.0), (60.0, 61.0), True),
         ((60.0, 61.0), (66.0, 68.0), True),  # slower is a result too
         ((214.5, 66.0), (65.5, 65.0), False),  # another process took a core during one run
+        ((214.5, 66.0, 68.0), (65.5, 61.0, 60.0), True),  # the others agree
         ((214.5, 215.0), (65.5, 65.0), False),  # 3.3 times as fast by a tenth fewer layers cannot be
         ((0.0, 0.0), (0.0, 0.0), False),  # one token: no decoding step was timed
     ],
 )
 def test_a_ratio_is_shown_only_where_it_means_something(
-    full: tuple[float, float], decay: tuple[float, float], steady: bool
+    full: tuple[float, ...], decay: tuple[float, ...], steady: bool
 ) -> None:
     assert Timing(full, decay).is_steady(layer_speedup=1.1) is steady

@@ -19,7 +19,7 @@ from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.size_and_shape import Shape
-from depthdecay.calibration.time_budget import time_left
+from depthdecay.calibration.time_budget import MAPS_SHARE, time_left
 from depthdecay.model.costs import Costs
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.ladder import Ladder
@@ -115,13 +115,14 @@ def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
     started, done, step = time.monotonic(), 0, 1
     while done < len(order):
         trace = trace.without(order[done : done + step], size)
-        if done == 0:
-            rest = max(1, len(order) - 1)
-            step = -(-rest // max(_LEAST_DEPTHS, run.time.affordable(rest, time.monotonic() - started)))
         done = len(trace.dropped)
         depth = run.stack.num_layers - done
         at_depth[depth] = trace.repairs
         run.say(f"fitting maps for drafts at {depth} layers{left(done, len(order))}")
+        rest = len(order) - done
+        each = (time.monotonic() - started) / len(at_depth)
+        fewest = max(1, 1 + _LEAST_DEPTHS - len(at_depth))
+        step = -(-rest // max(fewest, run.time.affordable(rest, each, by=MAPS_SHARE)))
     return Repairs(at_depth)
 
 

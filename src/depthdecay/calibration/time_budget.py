@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
-# By which share of the time questions of its own, the full model's answers and the search should be there; the rest is
-# for the maps.
-QUESTIONS_SHARE, ANSWERS_SHARE, SEARCH_SHARE = 0.15, 0.3, 0.6
+# By which share of the time questions of its own, the full model's answers, the search and a drafter's maps should be
+# there; the rest is for figures.
+QUESTIONS_SHARE, ANSWERS_SHARE, SEARCH_SHARE, MAPS_SHARE = 0.15, 0.3, 0.6, 0.9
 
 
 class TimeBudget:
@@ -35,11 +35,11 @@ class TimeBudget:
         """So much of what is left, from now on."""
         return TimeBudget(share * self.left_of() / 60)
 
-    def affordable(self, count: int, seconds_each: float) -> int:
-        """How many of so many the rest of the time is enough for; one at least, since something has to come of it."""
+    def affordable(self, count: int, seconds_each: float, by: float = 1.0) -> int:
+        """How many of so many there is time for, by a share of it; one at least, since something has to come of it."""
         if not self.is_bounded or seconds_each <= 0:
             return count
-        return max(1, min(count, int(self.left_of() / seconds_each)))
+        return max(1, min(count, int(self.left_of(by) / seconds_each)))
 
 
 def counted(say: Callable[[str], None], title: str) -> Callable[[int, int], None]:
