@@ -63,7 +63,7 @@ def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, *
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [(name, torch.bfloat16) for name in ARCHITECTURES] + [("llama", torch.float16)],
+    [(name, torch.bfloat16) for name in ARCHITECTURES] + [("llama", torch.float16), ("qwen2", torch.float32)],
 )
 def test_an_answer_has_the_same_bits_alone_and_in_company(
     architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
