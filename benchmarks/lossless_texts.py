@@ -1,7 +1,7 @@
 """Lossless mode on several kinds of text, by one loaded model: speed against full depth, and answers that differ.
 
-python benchmarks/lossless_texts.py --model M --plan PLAN [-n 128] [--limit 40] [--temperature 0.7] [--json FILE]
-chat=questions.jsonl sums=gsm8k.jsonl …
+python benchmarks/lossless_texts.py --model M --plan PLAN [-n 128] [--skip 0] [--limit 40] [--temperature 0.7]
+[--lookup both] [--json FILE] chat=questions.jsonl sums=gsm8k.jsonl …
 
 Prompt files are those of `depthdecay bench --mode lossless`, which measures one of them beside transformers' own ways
 to draft. Here the engines are shared, as in a process that answers whatever comes.
@@ -19,6 +19,8 @@ from depthdecay.plan.stored_plans import drafter_of
 from depthdecay.prompt_files import read_prompts
 from depthdecay.result_files import require_writable, write_result
 
+LOOKUPS = {"both": (False, True), "on": (True,), "off": (False,)}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,6 +31,8 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=10**6)
+    parser.add_argument("--skip", type=int, default=0, help="prompts at the beginning of each file")
+    parser.add_argument("--lookup", choices=LOOKUPS, default="both")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -47,13 +51,14 @@ def main() -> None:
             loaded.model,
             loaded.tokenizer,
             loaded.shown_name,
-            prompts[: arguments.limit],
+            prompts[arguments.skip : arguments.skip + arguments.limit],
             best,
             new_tokens=arguments.max_new_tokens,
             peers=(),
             temperature=arguments.temperature,
             compared=0,
             engines=engines,
+            lookups=LOOKUPS[arguments.lookup],
         )
         reports[name] = report.to_dict()
         for row in report.lossless_rows:

@@ -24,6 +24,7 @@ CAPTURED = (
     "Rows on fewer prompts were warmed up on one of them: where they need graphs for other lengths of text, capturing "
     "these is in their time."
 )
+LOOKUP = " and lookup"  # how the name of a method with lookup ends
 TEXTS = (
     "One loaded model on several sets of prompts, one prompt at a time, full depth and lossless mode in turns; only "
     "decoding is timed. Nothing was fitted on these prompts unless the plan's name says so."
@@ -78,11 +79,14 @@ def texts_section(results: list[Result]) -> list[str]:
         lines += ["| text | prompts | full depth, tokens/s | drafts | and lookup | answers that differ |"]
         lines += ["|---|---:|---:|---:|---:|---:|"]
         for name, report in reports.items():
-            full, drafted, looked_up = report["lossless_rows"]
-            differ = max(row["answers_that_differ"] for row in (drafted, looked_up))
-            cells = [name, str(full["prompts"]), f"{full['tokens_per_second']:.0f}", _speed(drafted), _speed(looked_up)]
+            full, *drafted = report["lossless_rows"]
+            by_lookup = {row["method"].endswith(LOOKUP): row for row in drafted}
+            differ = max(row["answers_that_differ"] for row in drafted)
+            cells = [name, str(full["prompts"]), f"{full['tokens_per_second']:.0f}"]
+            cells += [_speed(by_lookup[lookup]) if lookup in by_lookup else MISSING for lookup in (False, True)]
             lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
-        lines += ["", f"Drafts by: {drafted['method'].removeprefix('lossless, ')}. `{result['command']}`", ""]
+        drafter = drafted[0]["method"].removeprefix("lossless, ").removesuffix(LOOKUP)
+        lines += ["", f"Drafts by: {drafter}. `{result['command']}`", ""]
     return ["### By kind of text", "", TEXTS, "", *lines] if lines else []
 
 

@@ -144,15 +144,17 @@ def run_lossless_bench(
     compile_layers: bool = True,
     compared: int | None = None,
     engines: dict[str, Engine] | None = None,
+    lookups: Sequence[bool] = (False, True),
     progress: Callable[[str], None] = lambda message: None,
     save: Callable[[LosslessReport], None] = lambda report: None,
 ) -> LosslessReport:
     """Every prompt by every method in turns: what a machine does meanwhile falls on all of them alike.
 
-    Plans are drafters by label; each runs with and without lookup in the text before. Full depth and the last drafter
+    Plans are drafters by label. Full depth and the last drafter
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
-    `engines`: from `bench_engines`, where several runs share them and what they have compiled.
+    `engines`: from `bench_engines`, where several runs share them and what they have compiled. `lookups`: with lookup in
+    the text before, without, or both.
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
@@ -162,8 +164,8 @@ def run_lossless_bench(
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full", **picked)}
     for label, engine in engines.items():
         ours = partial(our_answer, engine, new_tokens, "lossless", **picked)
-        ways[f"lossless, {label}"] = partial(ours, lookup=False)
-        ways[f"lossless, {label} and lookup"] = partial(ours, lookup=True)
+        for lookup in lookups:
+            ways[f"lossless, {label}{' and lookup' if lookup else ''}"] = partial(ours, lookup=lookup)
     for peer in peers:
         ways[f"transformers {peer}"] = partial(transformers_answer, model, new_tokens, peer, assistant)
     best = f"lossless, {next(reversed(plans), None)}"

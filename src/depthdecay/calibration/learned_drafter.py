@@ -42,6 +42,7 @@ _SHARE_OF_MEMORY = 0.5
 _SHORT_STEPS = 0.08  # of the steps, by which heads are compared
 # On a GPU, heads whose expected gain comes this near the best one's are timed, if there is so much time in all.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
+_LEAST_STEPS, _MOST_EPOCHS = 800, 12
 _BEHIND_OTHERS, _MOST_BEFORE = 0.2, 3  # the share of texts that are read behind others, and how many at most
 _VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
 _GUESSED_RIGHT = 0.6  # for choosing a vocabulary, before anything is fitted
@@ -58,7 +59,7 @@ class DrafterSettings:
     rate: float = 5e-4
     width: float = 1.0  # of a layer's neurons
     first_layers: tuple[int, ...] = (0, 2, 5)  # of the model, that heads build on
-    most_text: int = 4_000_000  # tokens
+    most_text: int = 5_000_000  # tokens
     seed: int = 0
 
     @classmethod
@@ -179,7 +180,8 @@ class DrafterLesson:
         fitting = HeadFit(self.stack, head)
         fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
         closed_form = fitting.judge(select, settings.drafts)
-        steps = max(8, int(settings.epochs * share * len(fit)))
+        few = min(_LEAST_STEPS, _MOST_EPOCHS * len(fit))  # of little text, more often: the best is kept all the same
+        steps = max(8, int(share * max(settings.epochs * len(fit), few)))
         order = [number for epoch in range(-(-steps // len(fit))) for number in self._order(len(fit), epoch)]
 
         def told(progress: Progress) -> None:

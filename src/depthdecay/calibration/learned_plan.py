@@ -26,7 +26,7 @@ from depthdecay.speculative.draft_head import HEAD_FILE
 # Minutes unless told otherwise, and the share of them that the model writes for.
 MINUTES = {"cuda": 15.0}
 MINUTES_ELSEWHERE = 60.0
-WRITING = 0.3
+WRITING = 0.45
 WRITING_ELSEWHERE = 0.5  # where a token takes longer to write than to learn from
 LATEST_WRITING = 0.7  # where the least text is not there before
 
