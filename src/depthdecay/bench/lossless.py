@@ -153,8 +153,8 @@ def run_lossless_bench(
     Plans are drafters by label. Full depth and the last drafter
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
-    `engines`: from `bench_engines`, where several runs share them and what they have compiled. `lookups`: with lookup in
-    the text before, without, or both.
+    `engines`: from `bench_engines`, where several runs share them and what they have compiled. `lookups`: with lookup
+    in the text before, without, or both.
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
