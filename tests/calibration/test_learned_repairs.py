@@ -60,13 +60,18 @@ def test_the_kl_on_unseen_text_falls_and_no_weight_changes(architecture: str) ->
 
 def test_gradients_reach_every_map() -> None:
     learning = learner()
-    learning.renewed_every = 1
     learning.loss(0).backward()
-    for depth in learning.masters.depths:
-        for repair in learning.masters.repairs.at_depth[depth]:
-            for part in learning.masters.learned[id(repair)]:
-                assert part.grad is not None
-                assert float(part.grad.abs().max()) > 0
+    for part in bits(learning.masters.gradients().only(set(learning.masters.depths))):
+        assert float(part.abs().max()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_any_step_the_maps_are_those_given(dtype: torch.dtype) -> None:
+    masters = learner(dtype=dtype).masters
+    given = bits(masters.repairs)
+    for made in (masters.maps(), masters.stored()):
+        assert all(torch.equal(one, other) for one, other in zip(bits(made), given, strict=True))
+    assert [row.learned.dim() for row in masters.rows.values()] == [2, 1]  # matrices, which decay, and biases
 
 
 def test_the_same_seed_gives_the_same_maps_and_another_does_not() -> None:
