@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from calibrations import decaying_plan, random_texts
+from calibrations import SMALL, decaying_plan, random_texts, token_prompts
+from spoken_models import plain_spoken
 from tiny_models import tiny_model
 
 import depthdecay as dd
+from depthdecay.calibration import learned_repairs, own_questions, text_batches
 from depthdecay.calibration.continuations import continue_prompts
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, fit_plan
+from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.learned_repairs import LearnedRepairs, LearningSettings
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.run import Calibration
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 
@@ -146,3 +152,41 @@ def test_time_that_is_up_ends_it() -> None:
     learning = learner(replace(QUICK, minutes=1e-9))
     assert bits(learning.learn())
     assert "the time was up" in learning.ended
+
+
+def test_on_a_gpu_text_of_the_models_own_is_joined_in_once_for_all_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned_repairs, "WRITING", {"cpu": 0.5})
+    monkeypatch.setattr(learned_repairs, "MOST_TEXT", 400)
+    monkeypatch.setattr(text_batches, "MOST_ROWS_ELSEWHERE", 8)
+    monkeypatch.setattr(own_questions, "QUESTION_TOKENS", 24)
+    loaded = plain_spoken(tmp_path / "model")
+    prompts = [f"question number {number}?" for number in range(40)]
+    settings = replace(SMALL, learning_minutes=2.0, variety=0.0)
+    run = Calibration(loaded.model, loaded.tokenizer, prompts, tmp_path / "plan", settings)
+    figures = run.make(Goal(speedup=1.2)).figures["learned"]
+    assert run.own_texts is not None
+    assert sum(len(text.tokens) for text in run.own_texts) >= 400
+    assert max(len(text.tokens) for text in run.own_texts) <= run.settings.new_tokens
+    assert figures["learned_from"] == {
+        "texts": len(run.fit_texts) + len(run.own_texts),
+        "of_its_own": len(run.own_texts),
+    }
+    unseen = {text.prompt for text in run.held_out_texts}
+    assert not unseen & {text.prompt for text in run.own_texts}
+    before = run.own_texts
+    run.make(Goal(speedup=1.1))
+    assert run.own_texts is before
+
+
+def test_plans_share_the_time_that_is_left_to_learn_in(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = replace(SMALL, learning_minutes=0.5)
+    run = Calibration(tiny_model("llama"), None, token_prompts(), tmp_path, settings, say=said.append)
+    assert learned_repairs._minutes_to_learn(run) == 0.5
+    run.time, run.plans_left = TimeBudget(1.0), 4
+    assert learned_repairs._minutes_to_learn(run) == pytest.approx(0.2, rel=0.01)
+    run.time = TimeBudget(0.0)
+    assert run.make(Goal(speedup=1.2)).figures["learned"] is None
+    assert "no time is left for maps to learn in" in said

@@ -2,8 +2,9 @@
 
 Closed form brings each map as near as it can to the full model's state behind its run, one after the other. What counts
 is what the last layer says, so here all maps of a plan learn together, by the KL at the positions and depths of the
-plan; the layers between them stay as they are. A plan reads what it wrote, so part of the text is the plan's own,
-judged by the full model like the rest, and written anew as the maps improve.
+plan; the layers between them stay as they are. On a GPU the model first writes more text than there are prompts for.
+A plan reads what it wrote, so part of the text is the plan's own, judged by the full model like the rest, and written
+anew as the maps improve.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from depthdecay.calibration.divergence import ROWS_AT_ONCE, mean_kl, rows_within
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
 from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
+from depthdecay.calibration.own_text import TooLittleTime, write_own_text
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.engine.engine import Engine
 from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack, primary_device
@@ -33,6 +36,13 @@ from depthdecay.plan.plan import Plan
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
+# Share of the first plan's minutes in which the model writes text to learn from. Elsewhere than on a GPU a token takes
+# as long to write as to learn from, and the calibration's own texts are not learned by heart so soon.
+WRITING = {"cuda": 0.25}
+MOST_TEXT = 3_000_000  # tokens
+_LEAST_ANSWER = 8  # tokens
+_LEARNING_SHARE = 0.8  # of the time that is left for a plan: the rest is for its figures
+_LEAST_SECONDS = 1.0
 _ROWS_WRITTEN, _ROWS_WRITTEN_ELSEWHERE = 256, 64  # answers that a plan writes side by side, on a GPU and elsewhere
 
 
@@ -265,15 +275,22 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
     if run.stack.model.dtype == torch.float16:
         run.say("maps do not learn in float16, where gradients vanish; load the model in bf16 or fp32 for that")
         return repairs, None
-    on_gpu = primary_device(run.stack.model).type == "cuda"
+    budget = TimeBudget(_minutes_to_learn(run))
+    if budget.seconds < _LEAST_SECONDS:
+        run.say("no time is left for maps to learn in")
+        return repairs, None
+    device = primary_device(run.stack.model).type
+    if run.own_texts is None:
+        run.own_texts = _own_texts(run, budget.left_of(WRITING.get(device, 0.0)))
+    texts = [*run.fit_texts, *run.own_texts]
     # A GPU is quickest with thousands of tokens a step; fewer leave it waiting for the host.
-    rows = run.settings.rows if on_gpu else max(1, run.settings.rows // 2)
-    settings = LearningSettings(minutes=run.settings.learning_minutes, rows=rows, seed=run.settings.seed)
-    learning = LearnedRepairs(run.stack, plan, repairs, run.fit_texts, run.select, settings, run.say)
+    rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
+    settings = LearningSettings(minutes=budget.left_of() / 60, rows=rows, seed=run.settings.seed)
+    learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say)
     better = learning.learn()
     prompts = [text.prompt for text in run.held_out_texts]
     run.say("measuring on text that the plan writes")
-    figures = {}
+    figures: dict[str, Any] = {}
     for name, maps in (("closed_form", repairs), ("maps", better)):
         measured = Simulator(run.held_out).measure(plan, maps)
         written = Recording.of(run.stack, learning.write(prompts, maps), rows=run.settings.rows)
@@ -285,4 +302,41 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
             "agreement_on_own_text": on_own.agreement,
         }
     curve = [{"step": step, "kl": kl} for step, kl in learning.curve]
-    return better, {**figures, "settings": asdict(settings), "ended": learning.ended, "curve": curve}
+    learned_from = {"texts": len(texts), "of_its_own": len(run.own_texts)}
+    figures |= {"settings": asdict(settings), "learned_from": learned_from}
+    return better, {**figures, "ended": learning.ended, "curve": curve}
+
+
+def _minutes_to_learn(run: Calibration) -> float:
+    """As many as were asked for; fewer where the time for the whole would not hold them for every plan."""
+    asked = run.settings.learning_minutes
+    if not run.time.is_bounded:
+        return asked
+    return min(asked, _LEARNING_SHARE * run.time.left_of() / run.plans_left / 60)
+
+
+def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
+    """What the model writes in so much time: questions of its own with answers, and further answers to prompts.
+
+    Of the prompts it sees those that maps are fitted on, and its questions are others than those that it may have
+    written for the calibration itself: what is chosen by and what is held out stays unseen.
+    """
+    if run.tokenizer is None or seconds <= 0:
+        return []
+    until = time.monotonic() + seconds
+    try:
+        texts = write_own_text(
+            Engine(run.stack.model, compile=False),
+            run.tokenizer,
+            MOST_TEXT,
+            seed=run.settings.seed + 1,
+            prompts=list(dict.fromkeys(text.prompt for text in run.fit_texts)),
+            answer_tokens=max(_LEAST_ANSWER, run.settings.new_tokens),
+            folder=run.work.folder / "own",
+            say=run.say,
+            until=until,
+        )
+    except TooLittleTime as reason:
+        run.say(f"{reason}; maps learn from the calibration's texts alone")
+        return []
+    return [Continuation(tuple(text.prompt), tuple(text.answer)) for text in texts]
