@@ -98,6 +98,7 @@ def test_part_of_the_text_is_the_plans_own() -> None:
     learning = learner()
     assert len(learning.own) == 0
     learning.learn()
+    assert learning.renewals_made == QUICK.renewals
     (texts,) = learning.own.texts
     engine = dd.Engine(learning.stack.model, plan=learning.plan, repairs=learning.masters.stored())
     written = continue_prompts(engine, [text.prompt for text in texts], 24, mode="decay")
@@ -106,6 +107,28 @@ def test_part_of_the_text_is_the_plans_own() -> None:
     assert [len(text.tokens) for text in texts] == [24] * 4
     assert {text.tokens for text in texts} != {text.tokens for text in full}
     assert {text.tokens[:1] for text in texts} == {text.tokens[:1] for text in written}  # the prompt is read in full
+
+
+def test_its_own_text_has_its_share_of_the_steps_however_few_texts_it_is() -> None:
+    learning = learner(replace(QUICK, own_share=0.25))
+    learning.loss(0)
+    drawn = [learning._texts_of(step) for step in range(40)]
+    assert len(learning.own) == 2
+    assert [texts is learning.own for texts, _ in drawn] == [step % 4 == 3 for step in range(40)]
+    given = [number for texts, number in drawn if texts is learning.given]
+    assert all(sorted(given[start : start + 5]) == list(range(5)) for start in range(0, 30, 5))  # each once a pass
+
+
+def test_text_is_renewed_by_time_where_that_ends_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = learner(replace(QUICK, renewals=4))
+    now = learning.started
+    monkeypatch.setattr(learned_repairs.time, "monotonic", lambda: now)
+    due = []
+    for share in (0.0, 0.1, 0.3, 0.35, 0.6, 0.8, 1.2):
+        now = learning.started + share * 60 * learning.settings.minutes
+        due.append(learning._is_renewal_due(0))
+        learning.renewals_made += due[-1]
+    assert due == [True, False, True, False, True, True, False]
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_maps(monkeypatch: pytest.MonkeyPatch) -> None:

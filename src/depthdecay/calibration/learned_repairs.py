@@ -215,7 +215,7 @@ class LearnedRepairs:
 
     def loss(self, step: int) -> torch.Tensor:
         """The plan's KL to the full model on the texts of one step, where it runs below full depth."""
-        if self.prompts and self._share_done(step) * self.settings.renewals >= self.renewals_made:
+        if self._is_renewal_due(step):
             self.renewals_made += 1
             self.own = self._readable(self.write(self.prompts))
         texts, number = self._texts_of(step)
@@ -223,6 +223,11 @@ class LearnedRepairs:
         state = final_state(texts, batch, self.plan, self.masters.maps())
         said = functools.partial(logits_of, self.stack)
         return mean_kl(batch.judged(state), said, batch.wanted, said, self.rows_at_once)
+
+    def _is_renewal_due(self, step: int) -> bool:
+        """At the start, and again after equal shares of the way."""
+        renewals = self.settings.renewals if self.prompts else 0
+        return self.renewals_made < renewals and self._share_done(step) * renewals >= self.renewals_made
 
     def _share_done(self, step: int) -> float:
         """Of the way: by steps, or by time where that ends first."""
