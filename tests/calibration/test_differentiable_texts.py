@@ -15,6 +15,7 @@ from depthdecay.calibration.differentiable_texts import DifferentiableTexts, fro
 from depthdecay.calibration.divergence import mean_kl
 from depthdecay.calibration.fidelity import final_state, first_bypassed
 from depthdecay.calibration.recording import Recording
+from depthdecay.model.kv_cache import PlannedCache
 from depthdecay.model.layers import LayerStack
 
 COLUMNS = 19
@@ -97,6 +98,26 @@ def test_texts_without_a_step_are_left_out_and_short_ones_are_not_padded() -> No
     texts = [Continuation((3, 4), (5,)), *random_texts(2, 40), *random_texts(2, 6)]
     read = DifferentiableTexts(stack, texts, first=1, rows=2)
     assert [read.batch(number).inputs.shape for number in range(len(read))] == [(2, 5), (2, 39)]
+
+
+def test_a_loss_is_taken_within_texts_from_the_column_asked_for() -> None:
+    stack = LayerStack.of(tiny_model())
+    texts = [*random_texts(2, 10), *random_texts(1, 12)]
+    batch = DifferentiableTexts(stack, texts, first=1, rows=3, judged_from=4).batch(0)
+    columns = batch.inputs.shape[1]
+    within = [(row, column) for row, length in enumerate(batch.valid.sum(1).tolist()) for column in range(4, length)]
+    assert sorted(batch.valid.sum(1).tolist()) == [9, 9, 11]
+    assert batch.places.tolist() == [row * columns + column for row, column in within]
+    (recorded,) = Recording.of(stack, texts).batches
+    assert torch.equal(recorded.inputs, batch.inputs)  # in the same order, since so are the prompts
+    torch.testing.assert_close(batch.judged(recorded.states[-1]), batch.wanted)
+
+
+def test_of_layers_that_never_run_again_no_keys_are_kept() -> None:
+    stack = LayerStack.of(tiny_model())
+    batch = DifferentiableTexts(stack, random_texts(3, 10), first=2, rows=3).batch(0)
+    (cache,) = {value for _, kwargs in batch.calls for value in kwargs.values() if isinstance(value, PlannedCache)}
+    assert [bool(layer.nbytes) for layer in cache.planned] == [False] * 2 + [True] * (stack.num_layers - 2)
 
 
 def test_frozen_weights_are_as_they_were_afterwards() -> None:

@@ -4,18 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from depthdecay.calibration import divergence
-from depthdecay.calibration.divergence import mean_kl, weighted_kl
+from depthdecay.calibration.divergence import ROWS_AT_ONCE, mean_kl, rows_within, weighted_kl
 
 
 @pytest.mark.parametrize("at_once", [3, 7, 100])
-def test_kl_in_parts_is_kl_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divergence, "ROWS_AT_ONCE", at_once)
+def test_kl_in_parts_is_kl_at_once(at_once: int) -> None:
     torch.manual_seed(0)
     head, other = nn.Linear(4, 11).requires_grad_(False), nn.Linear(4, 11).requires_grad_(False)
     states, targets = torch.randn(2, 7, 4, requires_grad=True), torch.randn(7, 4)
     weights = torch.rand(2, 7)
-    found = weighted_kl(states, weights, head, targets, other)
+    found = weighted_kl(states, weights, head, targets, other, at_once)
     wanted = other(targets).softmax(-1)
     by_position = (wanted * (wanted.log() - head(states).log_softmax(-1))).sum(-1)
     expected = (weights * by_position).sum()
@@ -25,3 +23,9 @@ def test_kl_in_parts_is_kl_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(gradient, plain, atol=1e-6)
     with torch.no_grad():
         assert float(mean_kl(states[1], head, targets, other)) == pytest.approx(float(by_position[1].mean()), rel=1e-5)
+
+
+def test_more_positions_are_taken_at_a_time_where_there_is_room() -> None:
+    assert rows_within(8e9, 150_000) == ROWS_AT_ONCE
+    assert 2000 < rows_within(80e9, 150_000) < 4000
+    assert rows_within(80e9, 1_000) == 8192

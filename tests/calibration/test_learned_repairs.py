@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from calibrations import decaying_plan, random_texts
+from calibrations import SMALL, decaying_plan, random_texts, token_prompts
+from spoken_models import plain_spoken
 from tiny_models import tiny_model
 
 import depthdecay as dd
+from depthdecay.calibration import learned_repairs, own_questions, text_batches
 from depthdecay.calibration.continuations import continue_prompts
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, fit_plan
+from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.learned_repairs import LearnedRepairs, LearningSettings
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.run import Calibration
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repairs
 
@@ -60,13 +66,18 @@ def test_the_kl_on_unseen_text_falls_and_no_weight_changes(architecture: str) ->
 
 def test_gradients_reach_every_map() -> None:
     learning = learner()
-    learning.renewed_every = 1
     learning.loss(0).backward()
-    for depth in learning.masters.depths:
-        for repair in learning.masters.repairs.at_depth[depth]:
-            for part in learning.masters.learned[id(repair)]:
-                assert part.grad is not None
-                assert float(part.grad.abs().max()) > 0
+    for part in bits(learning.masters.gradients().only(set(learning.masters.depths))):
+        assert float(part.abs().max()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_any_step_the_maps_are_those_given(dtype: torch.dtype) -> None:
+    masters = learner(dtype=dtype).masters
+    given = bits(masters.repairs)
+    for made in (masters.maps(), masters.stored()):
+        assert all(torch.equal(one, other) for one, other in zip(bits(made), given, strict=True))
+    assert [row.learned.dim() for row in masters.rows.values()] == [2, 1]  # matrices, which decay, and biases
 
 
 def test_the_same_seed_gives_the_same_maps_and_another_does_not() -> None:
@@ -87,6 +98,7 @@ def test_part_of_the_text_is_the_plans_own() -> None:
     learning = learner()
     assert len(learning.own) == 0
     learning.learn()
+    assert learning.renewals_made == QUICK.renewals
     (texts,) = learning.own.texts
     engine = dd.Engine(learning.stack.model, plan=learning.plan, repairs=learning.masters.stored())
     written = continue_prompts(engine, [text.prompt for text in texts], 24, mode="decay")
@@ -95,6 +107,28 @@ def test_part_of_the_text_is_the_plans_own() -> None:
     assert [len(text.tokens) for text in texts] == [24] * 4
     assert {text.tokens for text in texts} != {text.tokens for text in full}
     assert {text.tokens[:1] for text in texts} == {text.tokens[:1] for text in written}  # the prompt is read in full
+
+
+def test_its_own_text_has_its_share_of_the_steps_however_few_texts_it_is() -> None:
+    learning = learner(replace(QUICK, own_share=0.25))
+    learning.loss(0)
+    drawn = [learning._texts_of(step) for step in range(40)]
+    assert len(learning.own) == 2
+    assert [texts is learning.own for texts, _ in drawn] == [step % 4 == 3 for step in range(40)]
+    given = [number for texts, number in drawn if texts is learning.given]
+    assert all(sorted(given[start : start + 5]) == list(range(5)) for start in range(0, 30, 5))  # each once a pass
+
+
+def test_text_is_renewed_by_time_where_that_ends_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = learner(replace(QUICK, renewals=4))
+    now = learning.started
+    monkeypatch.setattr(learned_repairs.time, "monotonic", lambda: now)
+    due = []
+    for share in (0.0, 0.1, 0.3, 0.35, 0.6, 0.8, 1.2):
+        now = learning.started + share * 60 * learning.settings.minutes
+        due.append(learning._is_renewal_due(0))
+        learning.renewals_made += due[-1]
+    assert due == [True, False, True, False, True, True, False]
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +175,41 @@ def test_time_that_is_up_ends_it() -> None:
     learning = learner(replace(QUICK, minutes=1e-9))
     assert bits(learning.learn())
     assert "the time was up" in learning.ended
+
+
+def test_on_a_gpu_text_of_the_models_own_is_joined_in_once_for_all_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned_repairs, "WRITING", {"cpu": 0.5})
+    monkeypatch.setattr(learned_repairs, "MOST_TEXT", 400)
+    monkeypatch.setattr(text_batches, "MOST_ROWS_ELSEWHERE", 8)
+    monkeypatch.setattr(own_questions, "QUESTION_TOKENS", 24)
+    loaded = plain_spoken(tmp_path / "model")
+    prompts = [f"question number {number}?" for number in range(40)]
+    settings = replace(SMALL, learning_minutes=2.0, variety=0.0)
+    run = Calibration(loaded.model, loaded.tokenizer, prompts, tmp_path / "plan", settings)
+    figures = run.make(Goal(speedup=1.2)).figures["learned"]
+    assert run.own_texts is not None
+    assert sum(len(text.tokens) for text in run.own_texts) >= 400
+    assert max(len(text.tokens) for text in run.own_texts) <= run.settings.new_tokens
+    assert figures["learned_from"] == {
+        "texts": len(run.fit_texts) + len(run.own_texts),
+        "of_its_own": len(run.own_texts),
+    }
+    unseen = {text.prompt for text in run.held_out_texts}
+    assert not unseen & {text.prompt for text in run.own_texts}
+    before = run.own_texts
+    run.make(Goal(speedup=1.1))
+    assert run.own_texts is before
+
+
+def test_plans_share_the_time_that_is_left_to_learn_in(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = replace(SMALL, learning_minutes=0.5)
+    run = Calibration(tiny_model("llama"), None, token_prompts(), tmp_path, settings, say=said.append)
+    assert learned_repairs._minutes_to_learn(run) == 0.5
+    run.time, run.plans_left = TimeBudget(1.0), 4
+    assert learned_repairs._minutes_to_learn(run) == pytest.approx(0.2, rel=0.01)
+    run.time = TimeBudget(0.0)
+    assert run.make(Goal(speedup=1.2)).figures["learned"] is None
+    assert "no time is left for maps to learn in" in said

@@ -92,7 +92,7 @@ def calibrate(
     the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
     suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. Where they are too few for a
     head to learn in, a warning says so, and layers draft. `learn` are minutes of gradient steps for the maps of each
-    plan, none unless you ask; Ctrl-C ends them early, with the best maps so far. `device`, `dtype` and
+    plan, at most, none unless you ask; Ctrl-C ends them early, with the best maps so far. `device`, `dtype` and
     `trust_remote_code` are for a model given by its name.
 
     Called again with the same values, an interrupted run goes on where it stopped.
@@ -177,7 +177,8 @@ class _Plans:
             time_budget=budget,
             say=self.say,
         )
-        for name, goal in goals.items():
+        for made, (name, goal) in enumerate(goals.items()):
+            run.plans_left = len(goals) - made
             if name:
                 self.say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
             _save(run, run.make(goal), self.folder / name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from depthdecay.calibration.continuations import Continuation
 from depthdecay.calibration.recording import RecordedBatch, Recording, record
 from depthdecay.model.devices import free_bytes
-from depthdecay.model.kv_cache import LayerCache
+from depthdecay.model.kv_cache import LayerCache, PlannedCache
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
 _NUMBERS_A_LAYER = 40  # times the hidden size: what a gradient needs of one token in one layer, at most
@@ -42,27 +43,43 @@ class LayerBehindPrompt(LayerCache):
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
 
+@dataclass
+class JudgedBatch(RecordedBatch):
+    """A batch with the places that a loss is taken at, known beforehand: to look for them would stop the device."""
+
+    places: torch.Tensor  # numbers of (row, column), laid out row by row
+    wanted: torch.Tensor  # (places, hidden): the full model's last states there
+
+    def judged(self, state: torch.Tensor) -> torch.Tensor:
+        """A state (rows, columns, hidden) at these places."""
+        return state.flatten(0, 1).index_select(0, self.places)
+
+
 class DifferentiableTexts(Recording):
     """Batches of texts by number, read anew unless the memory holds them.
 
-    Of the full model's states those before the first layer that is dropped and behind the last are kept.
+    Of the full model's states those before the first layer that is dropped are kept, and those behind the last layer
+    where a loss is taken: from column `judged_from` on.
     """
 
-    def __init__(self, stack: LayerStack, texts: Sequence[Continuation], *, first: int, rows: int) -> None:
+    def __init__(
+        self, stack: LayerStack, texts: Sequence[Continuation], *, first: int, rows: int, judged_from: int = 0
+    ) -> None:
         texts = [text for text in texts if len(text.tokens) > 1]
         super().__init__(stack, [], max((len(text.tokens) for text in texts), default=1) - 1)
         self.first = first
+        self.judged_from = judged_from
         # Answers of one length side by side: every step is padded to the longest of its own.
         ordered = sorted(texts, key=lambda text: (len(text.tokens) // 16, len(text.prompt), text.prompt, text.tokens))
         self.texts = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self._free = free_bytes(primary_device(stack.model))
-        self._kept: dict[int, RecordedBatch] = {}
+        self._kept: dict[int, JudgedBatch] = {}
         self._kept_bytes = 0.0
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def batch(self, number: int) -> RecordedBatch:
+    def batch(self, number: int) -> JudgedBatch:
         found = self._kept.get(number)
         if found is None:
             found = self._read(self.texts[number])
@@ -72,11 +89,16 @@ class DifferentiableTexts(Recording):
                 self._kept_bytes += size
         return found
 
-    def _read(self, texts: Sequence[Continuation]) -> RecordedBatch:
+    def _read(self, texts: Sequence[Continuation]) -> JudgedBatch:
         found = record(self.stack, texts, max(len(text.tokens) for text in texts) - 1, LayerBehindPrompt)
-        wanted = (self.first, self.stack.num_layers)
-        found.states = [state if index in wanted else state.new_empty(0) for index, state in enumerate(found.states)]
-        return found
+        is_judged = found.valid.clone()
+        is_judged[:, : self.judged_from] = False
+        places = is_judged.flatten().nonzero().squeeze(1)
+        wanted = found.states[-1].flatten(0, 1)[places]
+        states = [state if index == self.first else state.new_empty(0) for index, state in enumerate(found.states)]
+        for args, kwargs in found.calls[:1]:
+            _forget_layers(self.first, (*args, *kwargs.values()))
+        return JudgedBatch(found.inputs, found.targets, found.valid, found.calls, states, places, wanted)
 
     def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and state.requires_grad and self._runs_again(state):
@@ -120,9 +142,17 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _bytes_of(batch: RecordedBatch) -> float:
+def _forget_layers(count: int, arguments: Sequence[Any]) -> None:
+    """Let go of the prompt's keys and values in the first layers: nothing is dropped there, so they never run again."""
+    for cache in arguments:
+        if isinstance(cache, PlannedCache):
+            for layer in cache.planned[:count]:
+                layer.keys = layer.values = torch.empty(0)
+
+
+def _bytes_of(batch: JudgedBatch) -> float:
     """States, and the prompt's keys and values; masks and the like are shared by all layers."""
-    states = sum(state.nbytes for state in batch.states)
+    states = batch.wanted.nbytes + sum(state.nbytes for state in batch.states)
     caches = {id(value): value for args, kwargs in batch.calls for value in (*args, *kwargs.values())}
-    found = [value.nbytes for value in caches.values() if hasattr(value, "planned")]
+    found = [value.nbytes for value in caches.values() if isinstance(value, PlannedCache)]
     return states + (sum(found) if found else math.inf)

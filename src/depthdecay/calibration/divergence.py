@@ -13,7 +13,12 @@ ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held
 
 
 def weighted_kl(
-    states: torch.Tensor, weights: torch.Tensor, said: Logits, targets: torch.Tensor, wanted: Logits
+    states: torch.Tensor,
+    weights: torch.Tensor,
+    said: Logits,
+    targets: torch.Tensor,
+    wanted: Logits,
+    rows_at_once: int | None = None,
 ) -> torch.Tensor:
     """The sum of `weights` times the KL of what `said` makes of states from what `wanted` makes of their targets.
 
@@ -21,26 +26,43 @@ def weighted_kl(
     guesses about a position share what is wanted there. The gradient of a few positions is taken as soon as their
     logits are there: those of all positions are never held, nor computed again on the way back.
     """
-    value: torch.Tensor = _WeightedKL.apply(states, weights, said, targets, wanted)  # type: ignore[no-untyped-call]
+    rows = rows_at_once or ROWS_AT_ONCE
+    value: torch.Tensor = _WeightedKL.apply(states, weights, said, targets, wanted, rows)  # type: ignore[no-untyped-call]
     return value
 
 
-def mean_kl(states: torch.Tensor, said: Logits, targets: torch.Tensor, wanted: Logits) -> torch.Tensor:
+def mean_kl(
+    states: torch.Tensor, said: Logits, targets: torch.Tensor, wanted: Logits, rows_at_once: int | None = None
+) -> torch.Tensor:
     """The mean KL of what is said about states (positions, hidden) from what is wanted of their targets."""
     weights = torch.full((1, len(states)), 1 / max(1, len(states)), device=states.device)
-    return weighted_kl(states.unsqueeze(0), weights, said, targets, wanted)
+    return weighted_kl(states.unsqueeze(0), weights, said, targets, wanted, rows_at_once)
+
+
+def rows_within(free: float, vocabulary: int) -> int:
+    """How many positions a GPU with so many free bytes takes at a time: few large products keep the host from waiting.
+
+    Ten numbers of 32 bits for each token of the vocabulary: both logits, what is made of them, and gradients.
+    """
+    return min(8192, max(ROWS_AT_ONCE, int(0.2 * free / (40 * vocabulary))))
 
 
 class _WeightedKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, weights: torch.Tensor, said: Logits, targets: torch.Tensor, wanted: Logits
+        ctx: Any,
+        states: torch.Tensor,
+        weights: torch.Tensor,
+        said: Logits,
+        targets: torch.Tensor,
+        wanted: Logits,
+        rows_at_once: int,
     ) -> torch.Tensor:
         needs_gradient = ctx.needs_input_grad[0]
         total = torch.zeros((), device=states.device)
         gradient = torch.empty_like(states) if needs_gradient else states.new_empty(0)
-        for start in range(0, states.shape[1], ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, states.shape[1], rows_at_once):
+            part = slice(start, start + rows_at_once)
             full = wanted(targets[part]).float().log_softmax(-1)
             chances = full.exp()
             for kind in range(len(states)):
@@ -55,6 +77,6 @@ class _WeightedKL(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return outer[0] * gradient, None, None, None, None
+        return outer[0] * gradient, None, None, None, None, None

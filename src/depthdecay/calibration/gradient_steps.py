@@ -167,11 +167,11 @@ class _Descent:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rate * factor
         loss = self.loss_of(step)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise _NotFinite
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        value = float(loss.detach())  # waits for the device, which by now has the way back to do as well
+        if not math.isfinite(value):
+            raise _NotFinite
         nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
         self.optimizer.step()
         return value

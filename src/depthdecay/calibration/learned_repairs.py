@@ -2,14 +2,16 @@
 
 Closed form brings each map as near as it can to the full model's state behind its run, one after the other. What counts
 is what the last layer says, so here all maps of a plan learn together, by the KL at the positions and depths of the
-plan; the layers between them stay as they are. A plan reads what it wrote, so part of the text is the plan's own,
-judged by the full model like the rest, and written anew as the maps improve.
+plan; the layers between them stay as they are. On a GPU the model first writes more text than there are prompts for.
+A plan reads what it wrote, so part of the text is the plan's own, judged by the full model like the rest, and written
+anew as the maps improve.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +20,30 @@ from torch import nn
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts
 from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
-from depthdecay.calibration.divergence import mean_kl
+from depthdecay.calibration.divergence import ROWS_AT_ONCE, mean_kl, rows_within
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
 from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
+from depthdecay.calibration.own_text import TooLittleTime, write_own_text
 from depthdecay.calibration.recording import Recording
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.engine.engine import Engine
-from depthdecay.model.layers import LayerStack
+from depthdecay.model.devices import free_bytes
+from depthdecay.model.layers import LayerStack, primary_device
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
+
+# Share of the first plan's minutes in which the model writes text to learn from. Elsewhere than on a GPU a token takes
+# as long to write as to learn from, and the calibration's own texts are not learned by heart so soon.
+WRITING = {"cuda": 0.25}
+MOST_TEXT = 3_000_000  # tokens
+_LEAST_ANSWER = 8  # tokens
+_LEARNING_SHARE = 0.8  # of the time that is left for a plan: the rest is for its figures
+_LEAST_SECONDS = 1.0
+_ROWS_WRITTEN, _ROWS_WRITTEN_ELSEWHERE = 256, 64  # answers that a plan writes side by side, on a GPU and elsewhere
 
 
 @dataclass(frozen=True)
@@ -42,59 +56,93 @@ class LearningSettings:
     rate: float = 1e-2  # in units of each part's own size
     pull: float = 0.01  # of the weight decay, towards the closed-form start
     own_share: float = 0.25  # of the texts, whose prompts the plan answers itself
-    renewals: int = 3  # how often it does so anew
+    most_own: int = 512  # of these prompts
+    renewals: int = 3  # how often it answers them, the first time at the start
     seed: int = 0
 
 
-class MapMasters:
-    """A plan's maps as parameters in 32 bits: what was learned, in units of each part's own size at the start.
+class PartsInARow:
+    """Parts of many maps as one long parameter in 32 bits: what was learned, in units of each part's size at the start.
 
     Parts differ in scale by orders of magnitude, and from model to model; in these units one rate suits all of them,
-    and weight decay pulls towards the start instead of towards nothing.
+    and weight decay pulls towards the start instead of towards nothing. A plan has hundreds of parts, so a GPU would
+    wait for the host if each were handled by itself.
     """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.shapes = [part.shape for part in parts]
+        self.start = torch.cat([part.flatten() for part in parts])
+        self.sizes = torch.cat([torch.full_like(part, _size_of(part)).flatten() for part in parts])
+        is_matrix = parts[0].dim() > 1  # only matrices decay, which the descent tells by their dimensions
+        self.learned = nn.Parameter(torch.zeros_like(self.start.unsqueeze(0) if is_matrix else self.start))
+
+    def values(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        return self.split(torch.addcmul(self.start, self.sizes, self.learned.flatten()).to(dtype))
+
+    def split(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """A row like this one, as parts in their shapes."""
+        pieces = row.flatten().split([shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+class MapMasters:
+    """A plan's maps as parameters in 32 bits, side by side where device, precision and kind are the same."""
 
     def __init__(self, repairs: Repairs, depths: Sequence[int], examples: Sequence[torch.Tensor]) -> None:
         self.repairs = repairs
         self.depths = tuple(depths)
         self.examples = examples
-        each = {id(repair): repair for depth in self.depths for repair in repairs.at_depth[depth]}
-        self.starts = {
-            key: [part.detach().to(examples[repair.start].device, torch.float32) for part in repair.parts]
-            for key, repair in each.items()
-        }
-        self.sizes = {key: [_size_of(part) for part in parts] for key, parts in self.starts.items()}
-        self.learned = {
-            key: [nn.Parameter(torch.zeros_like(part)) for part in parts] for key, parts in self.starts.items()
-        }
+        self.each = {id(repair): repair for depth in self.depths for repair in repairs.at_depth[depth]}
+        grouped: dict[_Group, list[torch.Tensor]] = {}
+        for repair in self.each.values():
+            for part in repair.parts:
+                start = part.detach().to(examples[repair.start].device, torch.float32)
+                grouped.setdefault(self._group(repair, part), []).append(start)
+        self.rows = {group: PartsInARow(parts) for group, parts in grouped.items()}
+
+    def _group(self, repair: Repair, part: torch.Tensor) -> _Group:
+        return *_place(self.examples[repair.start]), part.dim() > 1
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [part for parts in self.learned.values() for part in parts]
+        return [row.learned for row in self.rows.values()]
 
     def maps(self) -> Repairs:
         """The maps as they are now, in the precision of their layers, for a gradient to pass through."""
-        return self._made(lambda repair: repair.to(*_place(self.examples[repair.start])))
+        return self._made({group: row.values(group[1]) for group, row in self.rows.items()})
 
     @torch.no_grad()
     def stored(self) -> Repairs:
         """The maps as they would be saved and run."""
-        return self._made(lambda repair: stored(repair, self.examples[repair.start]))
+        exact = {group: row.values(torch.float32) for group, row in self.rows.items()}
+        return self._made(exact, lambda repair: stored(repair, self.examples[repair.start]))
 
-    def _made(self, finish: Callable[[Repair], Repair]) -> Repairs:
+    def gradients(self) -> Repairs:
+        """The last gradient, in the shapes of the maps."""
+        found = {group: row.split(_gradient(row.learned)) for group, row in self.rows.items()}
+        return self._made(found)
+
+    def _made(
+        self, parts: Mapping[_Group, list[torch.Tensor]], finish: Callable[[Repair], Repair] = lambda repair: repair
+    ) -> Repairs:
+        left = {group: iter(of_group) for group, of_group in parts.items()}
         made = {}
-        for depth in self.depths:
-            for repair in self.repairs.at_depth[depth]:
-                if id(repair) not in made:
-                    made[id(repair)] = finish(Repair(repair.start, repair.end, *self._parts(id(repair))))
+        for key, repair in self.each.items():
+            own = [next(left[self._group(repair, part)]) for part in repair.parts]
+            made[key] = finish(Repair(repair.start, repair.end, *own))
         at_depth = {
             depth: tuple(made.get(id(repair), repair) for repair in maps) if depth in self.depths else maps
             for depth, maps in self.repairs.at_depth.items()
         }
         return Repairs(at_depth, self.repairs.vocabulary)
 
-    def _parts(self, key: int) -> list[torch.Tensor]:
-        every = zip(self.starts[key], self.sizes[key], self.learned[key], strict=True)
-        return [start + size * learned for start, size, learned in every]
+
+_Group = tuple[torch.device, torch.dtype, bool]  # where parts are, in which numbers they run, and whether as matrices
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _size_of(part: torch.Tensor) -> float:
@@ -125,11 +173,19 @@ class LearnedRepairs:
         self.horizon = max(len(text.tokens) for text in texts)
         self.masters = MapMasters(repairs, reached_depths(plan), stack.examples())
         self.first = first_bypassed(plan, self.horizon)
+        self.at_full_depth = sum(plan.depth(column + 1) == plan.num_layers for column in range(self.horizon))
+        device = primary_device(stack.model)
+        vocabulary = stack.model.get_input_embeddings().weight.shape[0]
+        self.rows_at_once = rows_within(free_bytes(device), vocabulary) if device.type == "cuda" else ROWS_AT_ONCE
         self.given = self._readable(texts)
         self.own = self._readable(())
         generator = torch.Generator().manual_seed(settings.seed)
-        chosen = torch.randperm(len(texts), generator=generator)[: int(settings.own_share * len(texts))].tolist()
-        self.prompts = list(dict.fromkeys(texts[index].prompt for index in chosen))
+        count = min(settings.most_own, int(settings.own_share * len(texts)))
+        chosen = torch.randperm(len(texts), generator=generator)[:count].tolist()
+        self.prompts = list(dict.fromkeys(texts[index].prompt for index in chosen)) if settings.renewals else []
+        self.steps = max(1, settings.passes * (len(self.given) + -(-len(self.prompts) // settings.rows)))
+        self.renewals_made = 0
+        self.started = time.monotonic()
         self.steps_made = 0
         self.curve: list[tuple[int, float]] = []  # steps, and the KL on the texts to choose by after them
         self.ended = ""
@@ -139,14 +195,13 @@ class LearnedRepairs:
 
         An interrupt ends the learning and not the program: what has been learned by then is of use.
         """
-        settings = self.settings
         steps = StepSettings(
-            steps=max(1, settings.passes * (len(self.given) + self._own_batches)),
-            seconds=60 * settings.minutes,
-            rate=settings.rate,
-            weight_decay=settings.pull,
+            steps=self.steps,
+            seconds=60 * self.settings.minutes,
+            rate=self.settings.rate,
+            weight_decay=self.settings.pull,
         )
-        self.renewed_every = max(1, -(-steps.steps // max(1, settings.renewals)))
+        self.started = time.monotonic()
         try:
             with frozen(self.stack.model), torch.enable_grad():
                 self.ended = descend(self.masters.parameters, self.loss, self.judge, steps, self._told).ended
@@ -159,15 +214,24 @@ class LearnedRepairs:
         return self.masters.stored()
 
     def loss(self, step: int) -> torch.Tensor:
-        """The plan's KL to the full model on the texts of one step."""
-        if self.prompts and self.settings.renewals and step % self.renewed_every == 0:
+        """The plan's KL to the full model on the texts of one step, where it runs below full depth."""
+        if self._is_renewal_due(step):
+            self.renewals_made += 1
             self.own = self._readable(self.write(self.prompts))
         texts, number = self._texts_of(step)
         batch = texts.batch(number)
-        places = batch.valid & self._below_full(batch.inputs.shape[1]).to(batch.valid.device)
         state = final_state(texts, batch, self.plan, self.masters.maps())
         said = functools.partial(logits_of, self.stack)
-        return mean_kl(state[places], said, batch.states[-1][places], said)
+        return mean_kl(batch.judged(state), said, batch.wanted, said, self.rows_at_once)
+
+    def _is_renewal_due(self, step: int) -> bool:
+        """At the start, and again after equal shares of the way."""
+        renewals = self.settings.renewals if self.prompts else 0
+        return self.renewals_made < renewals and self._share_done(step) * renewals >= self.renewals_made
+
+    def _share_done(self, step: int) -> float:
+        """Of the way: by steps, or by time where that ends first."""
+        return max(step / self.steps, (time.monotonic() - self.started) / (60 * self.settings.minutes))
 
     def judge(self) -> float:
         """KL on the texts to choose by, of the maps as they would be saved."""
@@ -180,25 +244,24 @@ class LearnedRepairs:
         """What the plan itself answers, greedily."""
         maps = self.masters.stored() if repairs is None else repairs
         engine = Engine(self.stack.model, plan=self.plan, repairs=maps, compile=False)
-        return continue_prompts(engine, prompts, self.horizon, mode="decay", batch=min(len(prompts), 64))
-
-    @property
-    def _own_batches(self) -> int:
-        return -(-len(self.prompts) // self.settings.rows) if self.settings.renewals else 0
+        rows = _ROWS_WRITTEN if primary_device(self.stack.model).type == "cuda" else _ROWS_WRITTEN_ELSEWHERE
+        return continue_prompts(engine, prompts, self.horizon, mode="decay", batch=min(len(prompts), rows))
 
     def _readable(self, texts: Sequence[Continuation]) -> DifferentiableTexts:
-        return DifferentiableTexts(self.stack, texts, first=self.first, rows=self.settings.rows)
+        return DifferentiableTexts(
+            self.stack, texts, first=self.first, rows=self.settings.rows, judged_from=self.at_full_depth
+        )
 
     def _texts_of(self, step: int) -> tuple[DifferentiableTexts, int]:
-        """Every text once a pass, in an order of the seed's."""
-        total = len(self.given) + len(self.own)
-        generator = torch.Generator().manual_seed(self.settings.seed + 1 + step // total)
-        number = int(torch.randperm(total, generator=generator)[step % total])
-        return (self.given, number) if number < len(self.given) else (self.own, number - len(self.given))
+        """Given text and the plan's own by their shares, each in an order of the seed's, every text once a pass."""
+        before, now = (int(count * self.settings.own_share) for count in (step, step + 1))
+        if len(self.own) and now > before:
+            return self.own, self._drawn(before, len(self.own))
+        return self.given, self._drawn(step - before if len(self.own) else step, len(self.given))
 
-    def _below_full(self, columns: int) -> torch.Tensor:
-        """Columns at full depth have nothing to learn from."""
-        return torch.tensor([self.plan.depth(column + 1) < self.plan.num_layers for column in range(columns)])
+    def _drawn(self, turn: int, batches: int) -> int:
+        generator = torch.Generator().manual_seed(self.settings.seed + 1 + turn // batches)
+        return int(torch.randperm(batches, generator=generator)[turn % batches])
 
     def _told(self, progress: Progress) -> None:
         self.steps_made = progress.step
@@ -217,14 +280,22 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
     if run.stack.model.dtype == torch.float16:
         run.say("maps do not learn in float16, where gradients vanish; load the model in bf16 or fp32 for that")
         return repairs, None
-    settings = LearningSettings(
-        minutes=run.settings.learning_minutes, rows=max(1, run.settings.rows // 2), seed=run.settings.seed
-    )
-    learning = LearnedRepairs(run.stack, plan, repairs, run.fit_texts, run.select, settings, run.say)
+    budget = TimeBudget(_minutes_to_learn(run))
+    if budget.seconds < _LEAST_SECONDS:
+        run.say("no time is left for maps to learn in")
+        return repairs, None
+    device = primary_device(run.stack.model).type
+    if run.own_texts is None:
+        run.own_texts = _own_texts(run, budget.left_of(WRITING.get(device, 0.0)))
+    texts = [*run.fit_texts, *run.own_texts]
+    # A GPU is quickest with thousands of tokens a step; fewer leave it waiting for the host.
+    rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
+    settings = LearningSettings(minutes=budget.left_of() / 60, rows=rows, seed=run.settings.seed)
+    learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say)
     better = learning.learn()
     prompts = [text.prompt for text in run.held_out_texts]
     run.say("measuring on text that the plan writes")
-    figures = {}
+    figures: dict[str, Any] = {}
     for name, maps in (("closed_form", repairs), ("maps", better)):
         measured = Simulator(run.held_out).measure(plan, maps)
         written = Recording.of(run.stack, learning.write(prompts, maps), rows=run.settings.rows)
@@ -236,4 +307,41 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
             "agreement_on_own_text": on_own.agreement,
         }
     curve = [{"step": step, "kl": kl} for step, kl in learning.curve]
-    return better, {**figures, "settings": asdict(settings), "ended": learning.ended, "curve": curve}
+    learned_from = {"texts": len(texts), "of_its_own": len(run.own_texts)}
+    figures |= {"settings": asdict(settings), "learned_from": learned_from}
+    return better, {**figures, "ended": learning.ended, "curve": curve}
+
+
+def _minutes_to_learn(run: Calibration) -> float:
+    """As many as were asked for; fewer where the time for the whole would not hold them for every plan."""
+    asked = run.settings.learning_minutes
+    if not run.time.is_bounded:
+        return asked
+    return min(asked, _LEARNING_SHARE * run.time.left_of() / run.plans_left / 60)
+
+
+def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
+    """What the model writes in so much time: questions of its own with answers, and further answers to prompts.
+
+    Of the prompts it sees those that maps are fitted on, and its questions are others than those that it may have
+    written for the calibration itself: what is chosen by and what is held out stays unseen.
+    """
+    if run.tokenizer is None or seconds <= 0:
+        return []
+    until = time.monotonic() + seconds
+    try:
+        texts = write_own_text(
+            Engine(run.stack.model, compile=False),
+            run.tokenizer,
+            MOST_TEXT,
+            seed=run.settings.seed + 1,
+            prompts=list(dict.fromkeys(text.prompt for text in run.fit_texts)),
+            answer_tokens=max(_LEAST_ANSWER, run.settings.new_tokens),
+            folder=run.work.folder / "own",
+            say=run.say,
+            until=until,
+        )
+    except TooLittleTime as reason:
+        run.say(f"{reason}; maps learn from the calibration's texts alone")
+        return []
+    return [Continuation(tuple(text.prompt), tuple(text.answer)) for text in texts]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from depthdecay.calibration.continuations import Continuation
 from depthdecay.calibration.drafter import make_drafter
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
@@ -67,6 +68,9 @@ class Calibration:
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self.size: FitSettings | None = None  # once chosen
+        self.tokenizer = tokenizer
+        self.plans_left = 1  # to be made, the next one counted: they share the time
+        self.own_texts: list[Continuation] | None = None  # what maps learn from besides, once written
 
     def _search(self) -> Found:
         settings, layers = self.settings, self.stack.num_layers
