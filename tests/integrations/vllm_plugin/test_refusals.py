@@ -98,7 +98,8 @@ def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypa
 
     config = configured(tiny)
     with monkeypatch.context() as changed:
-        changed.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        # Not the environment, which vLLM may have read for good when an engine started.
+        changed.setattr("vllm.envs.VLLM_USE_RUST_FRONTEND", True)
         with pytest.raises(DepthDecayError, match="leave VLLM_USE_RUST_FRONTEND out"):
             DepthDecayModelConfig.verify_and_update_config(config)
     for kind in ("is_cpu", "is_cuda_alike"):
