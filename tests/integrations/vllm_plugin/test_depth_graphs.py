@@ -130,19 +130,26 @@ def test_captured_depths_are_bounded_and_hold_both_ends() -> None:
     assert set(some) <= set(every)
 
 
-def test_a_batch_without_a_graph_is_not_replayed_at_full_depth(
-    ours: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_without_a_graph_runs_the_same_pass_eagerly(
+    ours: Any, graphs: Any, engine_answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import CUDAGraphMode
 
     from depthdecay.integrations.vllm import depth_graphs
 
-    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor="a size")
+    context = SimpleNamespace(cudagraph_runtime_mode=None, batch_descriptor="a size")
     monkeypatch.setattr(depth_graphs, "get_forward_context", lambda: context)
     graphs.captured = set()
-    assert graphs.choose(SimpleNamespace(is_full=False, reached=[24])) is None
-    assert context.cudagraph_runtime_mode == CUDAGraphMode.NONE
-    assert graphs.steps == {"decayed, no graph": 1}
+    step = SimpleNamespace(is_full=False, reached=[24], depths=[24])
+    for context.cudagraph_runtime_mode in (CUDAGraphMode.FULL, CUDAGraphMode.NONE):
+        assert graphs.choose(step) is graphs.passes[graphs.kind_of(step)]
+        # Otherwise vLLM's wrapper would capture here, or replay.
+        assert context.cudagraph_runtime_mode == CUDAGraphMode.NONE
+    assert graphs.steps == {"decayed, no graph": 2}
+    prompts = [engine_answers.ids(text) for text in TEXTS[:2]]
+    expected = [engine_answers(prompt, plan_of(depth), TOKENS) for prompt, depth in zip(prompts, DEPTHS, strict=False)]
+    assert answered(ours, prompts, [asked(TOKENS, depth) for depth in DEPTHS[:2]]) == expected
+    assert set(graphs.steps) == {"decayed, no graph", "full depth, no graph"}
 
 
 def test_every_kind_of_pass_is_captured_for_decoding_and_one_for_mixed_batches(

@@ -152,6 +152,7 @@ def test_attention_that_is_not_known_is_refused_before_weights_are_loaded(
 
 
 def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthdecay.integrations.vllm import releases
     from depthdecay.integrations.vllm.worker import DepthDecayWorker, PlatformWorker
 
     monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
@@ -160,6 +161,9 @@ def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeyp
     worker.model_runner = SimpleNamespace(attn_groups=[[whole]])
     worker.initialize_from_config(None)
     worker.model_runner = SimpleNamespace(attn_groups=[[whole], [whole, split]])
+    if releases.IS_0_26:  # whose tables of blocks are split for each request, before attention sees them
+        worker.initialize_from_config(None)
+        return
     with pytest.raises(DepthDecayError, match="add --block-size 16"):
         worker.initialize_from_config(None)
 

@@ -53,24 +53,24 @@ class DepthGraphs:
         return PassKind(depth, masked=step.reached[0] < depth)
 
     def choose(self, step: Step) -> Callable[..., Any] | None:
-        """The graph that this step replays; None where none was captured for it, or vLLM's own is the one."""
+        """The pass that this step takes; None for vLLM's own, at full depth.
+
+        Without a graph too: attention's metadata lies in buffers that graphs read, so there is one set of rows a step.
+        """
         context = get_forward_context()
-        if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
-            self.steps["full depth, no graph" if step.is_full else "decayed, no graph"] += 1
-            return None
+        in_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if step.is_full:
-            self.steps["full depth, replayed"] += 1
+            self.steps["full depth, replayed" if in_graph else "full depth, no graph"] += 1
             return None
         kind = self.kind_of(step)
-        if (kind, context.batch_descriptor) not in self.captured:
+        if in_graph and (kind, context.batch_descriptor) not in self.captured:
             logger.warning_once("no CUDA graph was captured for %s and %s", kind, context.batch_descriptor)
-            # Otherwise vLLM would replay its graph of full depth.
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-            self.steps["decayed, no graph"] += 1
-            return None
+            in_graph = False
         if kind.masked:
-            self._write_depths(step.depths, context.batch_descriptor.num_tokens)
-        self.steps["decayed, replayed"] += 1
+            padded = context.batch_descriptor.num_tokens if in_graph else len(self.row_depths)
+            self._write_depths(step.depths, padded)
+        self.steps["decayed, replayed" if in_graph else "decayed, no graph"] += 1
         return self.passes[kind]
 
     def _write_depths(self, depths: np.ndarray, padded: int) -> None:

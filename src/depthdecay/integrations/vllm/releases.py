@@ -8,12 +8,12 @@ from typing import Any
 
 import vllm
 
-_IS_0_26 = str(vllm.__version__).startswith("0.26.")
+IS_0_26 = str(vllm.__version__).startswith("0.26.")
 
 
 def watch_beam_search(check: Callable[[Any], None]) -> None:
     """Have `check` called with the model's configuration before beam search splits into requests."""
-    if _IS_0_26:
+    if IS_0_26:
         _watch_beam_search_of_0_26(check)
         return
     from vllm.sampling_params import BeamSearchParams
@@ -55,7 +55,7 @@ def _watch_beam_search_of_0_26(check: Callable[[Any], None]) -> None:
 
 def configure_logging(arguments: Any) -> None:
     """By the flags of `vllm serve`; 0.26 has none and reads the environment."""
-    if not _IS_0_26:
+    if not IS_0_26:
         from vllm.logger import configure_logging_from_args
 
         configure_logging_from_args(arguments)
@@ -63,7 +63,7 @@ def configure_logging(arguments: Any) -> None:
 
 def run_at_most(scheduler: Any, requests: int) -> None:
     """So many at a time, of an engine that was started for more."""
-    name = "max_num_running_reqs" if _IS_0_26 else "max_num_active_reqs"
+    name = "max_num_running_reqs" if IS_0_26 else "max_num_active_reqs"
     if not hasattr(scheduler, name):
         raise AttributeError(f"vLLM's scheduler has no {name}")
     setattr(scheduler, name, requests)
@@ -71,11 +71,11 @@ def run_at_most(scheduler: Any, requests: int) -> None:
 
 def build_metadata(group: Any, about: Any) -> Any:
     """What a group of attention layers makes of a batch."""
-    if _IS_0_26:
+    if IS_0_26:
         return group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=about)
     return group.build_metadata(about)
 
 
 def split_block_size(group: Any) -> int | None:
     """The size that attention splits blocks of the cache into; 0.26 has split its block tables before."""
-    return None if _IS_0_26 else group.kernel_block_size
+    return None if IS_0_26 else group.kernel_block_size
