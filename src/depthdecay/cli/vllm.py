@@ -67,7 +67,8 @@ def serve(
         raise DepthDecayError(f"{stock} is not served with depth decay; known are {', '.join(ARCHITECTURES)}")
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
-    words = [] if "--enforce-eager" in context.args else ["--enforce-eager"]
+    eager = not _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
+    words = ["--enforce-eager"] if eager else []
     names = _names(context.args, model, folder)
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
 
@@ -152,15 +153,16 @@ def _serve(words: list[str]) -> None:
     """As vLLM's own command, which cannot start where the package is a build for CPUs under another name."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from depthdecay.integrations.vllm.releases import configure_logging
 
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="depthdecay vllm")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     arguments = parser.parse_args(words)
-    configure_logging_from_args(arguments)
+    configure_logging(arguments)
     try:
         command.validate(arguments)
         command.cmd(arguments)

@@ -41,3 +41,44 @@ def test_every_way_is_measured_in_every_round(tmp_path: Path) -> None:
     assert list(rows) == ["stock", "full depth", "1.25x fewer", "1.5x fewer", "alpha 0.9"]
     assert rows["stock"]["ratios"] == [1, 1]
     assert rows["full depth"]["layer_speedup"] == 1 < rows["1.25x fewer"]["layer_speedup"]
+
+
+def test_ways_are_measured_in_processes_of_their_own_and_one_that_fails_says_why(tiny: str) -> None:
+    from depthdecay.integrations.vllm.bench_ways import run_ways
+
+    found = run_ways(
+        tiny,
+        "LlamaForCausalLM",
+        8,
+        ways=["stock", "head", "decay"],
+        head="no such folder",
+        dummy=True,
+        batches=[2],
+        rates=[50],
+        new_tokens=8,
+        prompt_tokens=4,
+        requests=3,
+        rounds=1,
+        dtype="float32",
+    )
+    assert "no such folder" in " ".join(found["engines"]["head"]["log"])
+    rows = {(row["method"], row["workload"]): row for row in found["rows"]}
+    methods = ("stock", "full depth", "1.25x fewer", "1.5x fewer")
+    assert set(rows) == {(method, load) for method in methods for load in ("batch-2", "poisson-50")}
+    assert all(row["ms_per_token"] > 0 for row in rows.values())
+    assert rows["stock", "batch-2"]["speedup"] == 1
+    assert rows["1.5x fewer", "poisson-50"]["first_token_p95_ms"] > 0
+
+
+def test_requests_of_the_decay_way_go_no_deeper_than_what_its_server_captures() -> None:
+    from depthdecay.integrations.vllm.bench_ways import way_settings
+    from depthdecay.integrations.vllm.settings import KEY, server_depth
+    from depthdecay.model.repairs import reached_depths
+
+    settings = way_settings("decay", "LlamaForCausalLM", 32, 256, None, None)
+    server = server_depth(settings["engine"]["hf_overrides"][KEY], 32)
+    captured = set(reached_depths(server.plan)) | {32}
+    for asked in settings["methods"].values():
+        plan = server.plan_of({KEY: asked})
+        assert min(captured) <= min(plan.depths(256))
+        assert plan.depths(256)[0] == 32

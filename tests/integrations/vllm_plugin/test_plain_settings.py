@@ -87,17 +87,18 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     other.__version__ = "0.33.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", other)
     monkeypatch.setattr("depthdecay.integrations.vllm.is_installed", lambda: True)
-    with pytest.raises(DepthDecayError, match=r"is for vLLM 0\.32\.0, but this is 0\.33\.1"):
+    with pytest.raises(DepthDecayError, match=r"is for vLLM 0\.32\.0 or 0\.26\.0, but this is 0\.33\.1"):
         check_version()
     with caplog.at_level("WARNING", logger="vllm.depthdecay"):
         register()  # in somebody else's server as well: it says why, changes nothing and does not end it
-    assert "depthdecay is not registered: depth decay inside vLLM is for vLLM 0.32.0" in caplog.text
+    assert "depthdecay is not registered: depth decay inside vLLM is for vLLM 0.32.0 or 0.26.0" in caplog.text
     for words in (["vllm", "serve", "any", "--alpha", "0.9"], ["bench-vllm"]):
         refused = CliRunner().invoke(app, words)
         assert refused.exit_code == 2
-        assert refused.stderr.startswith("depthdecay: depth decay inside vLLM is for vLLM 0.32.0, but this is 0.33.1")
-    other.__version__ = "0.32.0+cpu"  # type: ignore[attr-defined]
-    check_version()
+        assert refused.stderr.startswith("depthdecay: depth decay inside vLLM is for vLLM 0.32.0 or 0.26.0, but this")
+    for known in ("0.32.0+cpu", "0.26.0"):
+        other.__version__ = known  # type: ignore[attr-defined]
+        check_version()
 
 
 def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,8 @@ def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypa
 
     config = configured(tiny)
     with monkeypatch.context() as changed:
-        changed.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        # Not the environment, which vLLM may have read for good when an engine started.
+        changed.setattr("vllm.envs.VLLM_USE_RUST_FRONTEND", True)
         with pytest.raises(DepthDecayError, match="leave VLLM_USE_RUST_FRONTEND out"):
             DepthDecayModelConfig.verify_and_update_config(config)
     for kind in ("is_cpu", "is_cuda_alike"):
@@ -151,6 +152,7 @@ def test_attention_that_is_not_known_is_refused_before_weights_are_loaded(
 
 
 def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthdecay.integrations.vllm import releases
     from depthdecay.integrations.vllm.worker import DepthDecayWorker, PlatformWorker
 
     monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
@@ -159,6 +161,9 @@ def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeyp
     worker.model_runner = SimpleNamespace(attn_groups=[[whole]])
     worker.initialize_from_config(None)
     worker.model_runner = SimpleNamespace(attn_groups=[[whole], [whole, split]])
+    if releases.IS_0_26:  # whose tables of blocks are split for each request, before attention sees them
+        worker.initialize_from_config(None)
+        return
     with pytest.raises(DepthDecayError, match="add --block-size 16"):
         worker.initialize_from_config(None)
 

@@ -7,8 +7,9 @@ import logging
 
 from depthdecay.errors import DepthDecayError, install
 
-# The plug-in reads vLLM's internals, which change from release to release: one version, tested.
-VLLM_VERSION = "0.32.0"
+# The plug-in reads vLLM's internals, which change from release to release: those that are tested. Where they differ is
+# in `releases`. The first is what the extra installs.
+VLLM_VERSIONS = ("0.32.0", "0.26.0")
 
 _STOCK = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ARCHITECTURES = {stock: f"DepthDecay{stock}" for stock in _STOCK}
@@ -28,9 +29,9 @@ def check_version() -> None:
 
     found = str(vllm.__version__)
     # A build for another device adds to the version, as in 0.32.0+cpu; the code is the same.
-    if found.partition("+")[0] != VLLM_VERSION:
+    if found.partition("+")[0] not in VLLM_VERSIONS:
         raise DepthDecayError(
-            f"depth decay inside vLLM is for vLLM {VLLM_VERSION}, but this is {found}; {install('vllm')}"
+            f"depth decay inside vLLM is for vLLM {' or '.join(VLLM_VERSIONS)}, but this is {found}; {install('vllm')}"
         )
 
 

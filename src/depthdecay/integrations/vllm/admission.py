@@ -18,13 +18,13 @@ _DONE = "_checks_depth_decay"
 def install() -> None:
     """Wrap vLLM's input processor: its hooks for plug-ins see a request, but not which model it is for."""
     from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import BeamSearchParams
     from vllm.v1.engine.input_processor import InputProcessor
+
+    from depthdecay.integrations.vllm.releases import watch_beam_search
 
     if getattr(InputProcessor, _DONE, False):
         return
     process_inputs = InputProcessor.process_inputs
-    resolve_watermarking = InputProcessor.resolve_watermarking
     start = InputProcessor.__init__
 
     @wraps(start)
@@ -40,20 +40,17 @@ def install() -> None:
             raise VLLMValidationError(str(error), parameter=KEY) from None
         return process_inputs(self, request_id, prompt, params, *more, **named)
 
-    @wraps(resolve_watermarking)
-    def resolved(self: Any, params: Any) -> Any:
-        """The one method of the processor that beam search calls before it splits into requests."""
-        if isinstance(params, BeamSearchParams) and self.model_config.architecture in ARCHITECTURES.values():
+    def refuse_beams(model_config: Any) -> None:
+        if model_config.architecture in ARCHITECTURES.values():
             raise VLLMValidationError(
                 "beam search asks for each token anew, as if all before it were a prompt, so every token would run all "
                 "layers; leave use_beam_search out",
                 parameter=KEY,
             )
-        return resolve_watermarking(self, params)
 
     InputProcessor.__init__ = started
     InputProcessor.process_inputs = checked
-    InputProcessor.resolve_watermarking = resolved
+    watch_beam_search(refuse_beams)
     setattr(InputProcessor, _DONE, True)
 
 

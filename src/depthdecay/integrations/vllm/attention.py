@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.vllm.layer_rows import Rows
 from depthdecay.integrations.vllm.layers import Attend, Attention
+from depthdecay.integrations.vllm.releases import build_metadata, split_block_size
 
 # Those whose builders make new metadata each time. Others keep one plan a step in buffers of their own, which a second
 # set of rows would overwrite.
@@ -37,7 +38,7 @@ def attend_with(
                 **common, block_table_tensor=block_table[requests], slot_mapping=own_slots, causal=True
             )
             for group in groups:
-                built = group.build_metadata(about)
+                built = build_metadata(group, about)
                 for name in group.layer_names:
                     metadata[name], slots[name] = built, own_slots
         return metadata, slots
@@ -48,10 +49,11 @@ def attend_with(
 def check_blocks(attn_groups: Sequence[Sequence[Any]]) -> None:
     """Refuse a cache whose blocks attention splits: it writes their table into one buffer, over that of other rows."""
     for group in (group for groups in attn_groups for group in groups):
-        if group.kernel_block_size is not None:
+        split = split_block_size(group)
+        if split is not None:
             raise DepthDecayError(
-                f"attention splits the cache's blocks into blocks of {group.kernel_block_size}, which depth decay "
-                f"cannot do for some of the rows; add --block-size {group.kernel_block_size}"
+                f"attention splits the cache's blocks into blocks of {split}, which depth decay "
+                f"cannot do for some of the rows; add --block-size {split}"
             )
 
 

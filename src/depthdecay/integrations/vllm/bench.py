@@ -110,6 +110,8 @@ def _engine(folder: str, dtype: str, longest: int, settings: dict[str, Any]) -> 
 def _run(engine: Any, job: Workload, plan: Plan | None) -> float:
     from vllm import SamplingParams
 
+    from depthdecay.integrations.vllm.releases import run_at_most
+
     extra = None if plan is None else {KEY: _request(plan)}
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
     draw = random.Random(1)
@@ -118,7 +120,7 @@ def _run(engine: Any, job: Workload, plan: Plan | None) -> float:
         SamplingParams(temperature=0, max_tokens=size, ignore_eos=True, detokenize=False, extra_args=extra)
         for size in job.answers
     ]
-    engine.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = job.slots
+    run_at_most(engine.llm_engine.engine_core.engine_core.scheduler, job.slots)
     started = time.perf_counter()
     outputs = engine.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started

@@ -93,13 +93,7 @@ def run_layers(
     inputs_embeds: torch.Tensor | None,
 ) -> torch.Tensor | IntermediateTensors:
     """What the model's own forward does, with each layer on its rows. `model` is the decoder below the output head."""
-    stage = get_pp_group()
-    if stage.is_first_rank:
-        hidden = model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        state = State(positions, hidden, None)
-    else:
-        assert intermediate_tensors is not None
-        state = State(positions, intermediate_tensors["hidden_states"], intermediate_tensors["residual"])
+    state = State(positions, *first_state(model, input_ids, intermediate_tensors, inputs_embeds))
     step = depth.step
     maps = [(at, repairs.at(at)) for at in step.reached if at in repairs.at_depth]
     here: Rows | bool = True
@@ -120,8 +114,25 @@ def run_layers(
             depth.tell_attention(here, layer.self_attn.attn.layer_name)
         state.hidden, state.residual = layer(state.positions, state.hidden, state.residual)
     state.put_back()
-    residual = state.whole_residual()
-    if not stage.is_last_rank:
-        return IntermediateTensors({"hidden_states": state.all_hidden, "residual": residual})
-    normed, _ = model.norm(state.all_hidden, residual)
+    return last_state(model, state.all_hidden, state.whole_residual())
+
+
+def first_state(
+    model: Any,
+    input_ids: torch.Tensor | None,
+    intermediate_tensors: IntermediateTensors | None,
+    inputs_embeds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the first layer of this pipeline stage is given."""
+    if get_pp_group().is_first_rank:
+        return (model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds), None
+    assert intermediate_tensors is not None
+    return intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+
+
+def last_state(model: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | IntermediateTensors:
+    """What this pipeline stage hands on."""
+    if not get_pp_group().is_last_rank:
+        return IntermediateTensors({"hidden_states": hidden, "residual": residual})
+    normed, _ = model.norm(hidden, residual)
     return normed

@@ -36,10 +36,12 @@ class DepthDecayMixin:
         self.depth = depth_of(config)
         self._check_attention()
         self._weights_seen = False
+        # The worker says so: made-up rows have no depth.
+        self.in_dummy_run = False
         found = Repairs.of_plan(self.depth.plan)
         if found is not None:
             found.check(self.depth.plan, config.hidden_size)
-        self._repairs = Repairs() if found is None else self._own(found, vllm_config)
+        self.repairs = Repairs() if found is None else self._own(found, vllm_config)
 
     def forward(
         self,
@@ -49,12 +51,12 @@ class DepthDecayMixin:
         inputs_embeds: torch.Tensor | None = None,
         depth_step: DepthStep | None = None,
     ) -> Any:
-        if depth_step is None:
+        if depth_step is None and not self.in_dummy_run:
             _refuse_to_guess()
         if depth_step is None or depth_step.step.is_full:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
         inner = self.model  # type: ignore[attr-defined]
-        return run_layers(inner, depth_step, self._repairs, input_ids, positions, intermediate_tensors, inputs_embeds)
+        return run_layers(inner, depth_step, self.repairs, input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self._weights_seen = True

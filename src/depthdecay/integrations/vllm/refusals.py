@@ -15,6 +15,9 @@ from depthdecay.plan.identity import config_identity
 _WORKER = "depthdecay.integrations.vllm.worker.DepthDecayWorker"
 _SCHEDULER = "depthdecay.integrations.vllm.scheduler.make_scheduler"
 
+# Full graphs of what runs, and nothing compiled: compiled code would hold all layers.
+GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
+
 
 class DepthDecayModelConfig(VerifyAndUpdateConfig):
     """vLLM's hook for one architecture: asked once, before anything is loaded."""
@@ -41,10 +44,7 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
     if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
         yield "depth decay inside vLLM is written for CPUs and for GPUs by CUDA or ROCm, not for this device"
     if not model.enforce_eager:
-        yield (
-            "depth decay chooses layers anew in each step, which compiled code and CUDA graphs would freeze at the "
-            "first step's depth; add --enforce-eager"
-        )
+        yield from _reasons_against_graphs(vllm_config)
     if model.runner_type != "generate":
         yield "depth decay is for generating text; leave --runner and --convert out"
     if vllm_config.speculative_config is not None:
@@ -73,3 +73,16 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
             "a prefix cache must not hold decayed text, which the scheduler given by --scheduler-cls does not know; "
             "leave it out, or add --no-enable-prefix-caching"
         )
+
+
+def _reasons_against_graphs(vllm_config: Any) -> Iterator[str]:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.mode != CompilationMode.NONE or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+        yield (
+            "depth decay chooses layers anew in each step, which compiled code and vLLM's own CUDA graphs would freeze "
+            f"at the first step's depth; add --enforce-eager, or --compilation-config '{GRAPHS}' for graphs by depth"
+        )
+    elif vllm_config.use_v2_model_runner:
+        yield "graphs by depth are written for vLLM's first model runner; set VLLM_USE_V2_MODEL_RUNNER=0"

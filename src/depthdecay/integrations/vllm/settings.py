@@ -18,7 +18,9 @@ from depthdecay.plan.schedule import FullSchedule, PowerSchedule, exact_alpha
 KEY = "depth_decay"
 _SHAPE = ("alpha", "warmup_tokens", "min_layers", "horizon")
 _LADDER = ("core_head", "core_tail", "drop_order")
-_SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights")
+_SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights", "graph_depths")
+# Graphs are captured for so many depths: enough that a step runs less than a layer too many, in seconds of start-up.
+_GRAPH_DEPTHS = 16
 # Requests repeat themselves; a server that is asked for ever new depths must not fill its memory with them.
 _REMEMBERED = 1024
 
@@ -29,6 +31,7 @@ class ServerDepth:
 
     plan: Plan
     allow_other_weights: bool = False
+    graph_depths: int = _GRAPH_DEPTHS
     _asked: dict[str, Plan] = field(default_factory=dict, repr=False)
 
     @property
@@ -95,6 +98,9 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
     allow = given.pop("allow_other_weights", False)
     if not isinstance(allow, bool):
         raise DepthDecayError(f"{KEY}: allow_other_weights is {allow!r}; expected true or false")
+    graph_depths = given.pop("graph_depths", _GRAPH_DEPTHS)
+    if not isinstance(graph_depths, int) or isinstance(graph_depths, bool) or graph_depths < 2:
+        raise DepthDecayError(f"{KEY}: graph_depths is {graph_depths!r}; expected a whole number, 2 or more")
     if "plan" in given:
         if len(given) > 1:
             others = ", ".join(sorted(given.keys() - {"plan"}))
@@ -112,7 +118,7 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
         cores = {name: given.get(name, 2) for name in ("core_head", "core_tail")}
         ladder = Ladder.middle_out(num_layers, **cores) if order is None else Ladder(num_layers, tuple(order))
         plan = Plan(ladder, FullSchedule(num_layers), "full")
-    return ServerDepth(plan, allow)
+    return ServerDepth(plan, allow, graph_depths)
 
 
 def depth_of(config: Any) -> ServerDepth:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from depthdecay.integrations.vllm.attention import attend_with, check_blocks
+from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, install_depth_graphs
 from depthdecay.integrations.vllm.layer_rows import Scheduled, Step
 from depthdecay.integrations.vllm.layers import DepthStep
 
@@ -29,6 +31,10 @@ class DepthDecayWorker(PlatformWorker):
         super().load_model(**settings)
         runner = self.model_runner
         runner.get_model().tell_of_unseen_weights()
+        if not self.use_v2_model_runner:
+            _tell_of_dummy_runs(runner)
+            if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+                runner.depth_graphs = install_depth_graphs(runner)
         # The dummy run that makes these is left out on CPUs where nothing is compiled, as with us it never is.
         if not self.use_v2_model_runner and runner.intermediate_tensors is None and _receives_states():
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -38,6 +44,11 @@ class DepthDecayWorker(PlatformWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         check_blocks(self.model_runner.attn_groups)
+
+    def depth_steps(self) -> dict[str, int]:
+        """How many steps were replayed from graphs and how many were not, for `LLM.collective_rpc`."""
+        graphs = getattr(self.model_runner, "depth_graphs", None)
+        return {} if graphs is None else dict(graphs.steps)
 
 
 def _receives_states() -> bool:
@@ -50,10 +61,29 @@ def _tell_depths(runner: Any) -> None:
     """`_model_forward` is the runner's place for such changes; its class is chosen within vLLM's worker."""
     forward = runner._model_forward
 
+    runner.depth_graphs = None
+
     def with_depths(*inputs: Any, **named: Any) -> Any:
-        return forward(*inputs, **named, depth_step=_depth_step(runner))
+        depth_step = _depth_step(runner)
+        graphs: DepthGraphs | None = runner.depth_graphs
+        replay = None if graphs is None else graphs.choose(depth_step.step)
+        return replay(*inputs, **named) if replay else forward(*inputs, **named, depth_step=depth_step)
 
     runner._model_forward = with_depths
+
+
+def _tell_of_dummy_runs(runner: Any) -> None:
+    """They call the model past `_model_forward`, also with attention where kernels are warmed up or captured."""
+    dummy_run, model = runner._dummy_run, runner.get_model()
+
+    def told(*settings: Any, **named: Any) -> Any:
+        model.in_dummy_run = True
+        try:
+            return dummy_run(*settings, **named)
+        finally:
+            model.in_dummy_run = False
+
+    runner._dummy_run = told
 
 
 def _depth_step(runner: Any) -> DepthStep:

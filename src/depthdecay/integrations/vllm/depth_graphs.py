@@ -1,0 +1,159 @@
+"""CUDA graphs by depth for vLLM's first model runner: its own wrapper and capture, once for each kind of pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+
+from depthdecay.integrations.vllm.depth_passes import DepthPass, PassKind
+from depthdecay.integrations.vllm.layer_rows import Step
+from depthdecay.integrations.vllm.settings import ServerDepth
+from depthdecay.model.repairs import reached_depths
+
+logger = init_logger("vllm.depthdecay")
+
+Wrap = Callable[[DepthPass], Callable[..., Any]]
+
+
+class DepthGraphs:
+    """One of vLLM's graph wrappers for each kind of pass; each keeps a graph for each batch size.
+
+    A step takes the least captured depth that all of its rows fit into. Whoever is shallower is masked.
+    """
+
+    def __init__(self, model: Any, max_tokens: int, device: torch.device, wrap: Wrap) -> None:
+        self.num_layers: int = model.depth.plan.num_layers
+        self.depths = captured_depths(model.depth)
+        self.row_depths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.passes = {kind: wrap(DepthPass(model, kind, self.row_depths)) for kind in self._kinds()}
+        self.captured: set[tuple[PassKind, Any]] = set()
+        self.steps: Counter[str] = Counter()
+
+    def _kinds(self) -> Iterator[PassKind]:
+        for depth in self.depths:
+            yield PassKind(depth, masked=True)
+            # At full depth, with no row masked, vLLM's own graph is the one.
+            if depth < self.num_layers:
+                yield PassKind(depth, masked=False)
+
+    def kinds_for(self, uniform: bool) -> list[PassKind]:
+        """A batch with prompts has rows at full depth."""
+        return [kind for kind in self.passes if uniform or kind.depth == self.num_layers]
+
+    def kind_of(self, step: Step) -> PassKind:
+        depth = min(depth for depth in self.depths if depth >= step.reached[-1])
+        return PassKind(depth, masked=step.reached[0] < depth)
+
+    def choose(self, step: Step) -> Callable[..., Any] | None:
+        """The pass that this step takes; None for vLLM's own, at full depth.
+
+        Without a graph too: attention's metadata lies in buffers that graphs read, so there is one set of rows a step.
+        """
+        context = get_forward_context()
+        in_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+        if step.is_full:
+            self.steps["full depth, replayed" if in_graph else "full depth, no graph"] += 1
+            return None
+        kind = self.kind_of(step)
+        if in_graph and (kind, context.batch_descriptor) not in self.captured:
+            logger.warning_once("no CUDA graph was captured for %s and %s", kind, context.batch_descriptor)
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            in_graph = False
+        if kind.masked:
+            padded = context.batch_descriptor.num_tokens if in_graph else len(self.row_depths)
+            self._write_depths(step.depths, padded)
+        self.steps["decayed, replayed" if in_graph else "decayed, no graph"] += 1
+        return self.passes[kind]
+
+    def _write_depths(self, depths: np.ndarray, padded: int) -> None:
+        """Rows that only fill the batch up are at depth 0: they write nothing."""
+        filled = np.zeros(padded, dtype=np.int32)
+        filled[: len(depths)] = depths
+        # From memory that is not pinned, so that it may be let go of at once.
+        self.row_depths[:padded].copy_(torch.from_numpy(filled))
+
+
+def captured_depths(depth: ServerDepth) -> list[int]:
+    """At most `graph_depths` of those that requests may have, evenly spread, with the deepest and the shallowest."""
+    layers, ladder = depth.plan.num_layers, depth.plan.ladder
+    own = set(reached_depths(depth.plan)) - {layers}
+    below = sorted(own or range(max(1, ladder.min_layers), layers))
+    every = [*below, layers]
+    if len(every) <= depth.graph_depths:
+        return every
+    return sorted({every[round(place)] for place in np.linspace(0, len(every) - 1, max(2, depth.graph_depths))})
+
+
+def install_depth_graphs(runner: Any) -> DepthGraphs:
+    """Capture each kind of pass after vLLM has captured its own, with its own dummy runs."""
+
+    def wrap(function: DepthPass) -> Callable[..., Any]:
+        return CUDAGraphWrapper(function, runner.vllm_config, runtime_mode=CUDAGraphMode.FULL)
+
+    graphs = DepthGraphs(runner.get_model(), runner.max_num_tokens, runner.device, wrap)
+    capture = runner._capture_cudagraphs
+
+    def capture_all(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, **named: Any) -> None:
+        # vLLM takes it that a list holds either decode batches or mixed ones.
+        for uniform in (True, False):
+            alike = [found for found in batch_descriptors if found.uniform == uniform]
+            if not alike:
+                continue
+            capture(batch_descriptors=alike, cudagraph_runtime_mode=cudagraph_runtime_mode, **named)
+            if cudagraph_runtime_mode == CUDAGraphMode.FULL:
+                _capture_kinds(runner, graphs, alike, uniform, capture, named)
+
+    runner._capture_cudagraphs = capture_all
+    _add_mixed_keys(runner)
+    return graphs
+
+
+def _capture_kinds(
+    runner: Any, graphs: DepthGraphs, sizes: list[Any], uniform: bool, capture: Any, named: dict[str, Any]
+) -> None:
+    own = runner.model
+    try:
+        for kind in graphs.kinds_for(uniform):
+            runner.model = graphs.passes[kind]
+            # Made-up rows are as deep as the pass.
+            graphs.row_depths.fill_(kind.depth)
+            capture(batch_descriptors=sizes, cudagraph_runtime_mode=CUDAGraphMode.FULL, **named)
+            graphs.captured |= {(kind, size) for size in sizes}
+    finally:
+        runner.model = own
+
+
+def _add_mixed_keys(runner: Any) -> None:
+    """Full graphs for mixed batches beside those for decoding, which no mode of vLLM has: it would compile for that."""
+    dispatcher = runner.cudagraph_dispatcher
+    initialize = dispatcher.initialize_cudagraph_keys
+
+    def with_mixed(cudagraph_mode: Any, *more: Any, **named: Any) -> None:
+        initialize(cudagraph_mode, *more, **named)
+        if cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or not _any_batch(runner):
+            return
+        for size in dispatcher.compilation_config.cudagraph_capture_sizes:
+            key = dispatcher._create_padded_batch_descriptor(size, False, False)
+            dispatcher.add_cudagraph_key(CUDAGraphMode.FULL, key)
+
+    dispatcher.initialize_cudagraph_keys = with_mixed
+
+
+def _any_batch(runner: Any) -> bool:
+    """Whether attention can be captured for batches with prompts, as FlashAttention 3 can."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    inner = runner.get_model().model
+    backends = {inner.layers[index].self_attn.attn.attn_backend for index in range(inner.start_layer, inner.end_layer)}
+    builders = [backend.get_builder_cls() for backend in backends]
+    return all(
+        builder.get_cudagraph_support(runner.vllm_config, None) == AttentionCGSupport.ALWAYS for builder in builders
+    )

@@ -1,0 +1,133 @@
+"""All rows of a batch through the layers of its deepest row: a pass that one CUDA graph can hold.
+
+Where weights bound a step, a layer costs the same for one row as for all of them. So rows that have dropped a layer
+go through it as well, keep the state they had, and write no keys and values there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from depthdecay.integrations.vllm.layer_rows import least_depths
+from depthdecay.integrations.vllm.layers import first_state, last_state
+from depthdecay.model.repairs import Repair, Repairs
+from depthdecay.plan.ladder import Ladder
+
+# vLLM's kernels write nothing for such a slot.
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """What a graph is captured for: how deep it goes, and whether some of its rows have dropped layers of it."""
+
+    depth: int
+    masked: bool
+
+
+class DepthPass:
+    """The model as a function of one kind of pass. What it reads of a step lies in buffers that stay where they are."""
+
+    def __init__(self, model: Any, kind: PassKind, row_depths: torch.Tensor) -> None:
+        self.model = model
+        self.kind = kind
+        self.row_depths = row_depths
+        ladder: Ladder = model.depth.plan.ladder
+        self.least = least_depths(ladder)
+        self.maps = _maps_by_layer(model.repairs, kind)
+        # Copied to the device here: a capture cannot wait for the host.
+        self.least_on_device = torch.tensor(self.least, dtype=torch.int32, device=row_depths.device)
+        self.shallowest = ladder.min_layers
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        assert positions is not None
+        inner = self.model.model
+        hidden, residual = first_state(inner, input_ids, intermediate_tensors, inputs_embeds)
+        if residual is None:
+            residual = torch.zeros_like(hidden)
+        depths = self.row_depths[: hidden.shape[0]]
+        slots = _LayerSlots(depths, self.least_on_device) if self.kind.masked else None
+        for index in range(inner.start_layer, inner.end_layer):
+            for at_depths, repair in self.maps.get(index, ()):
+                rows = _rows_at(depths, at_depths) if self.kind.masked else None
+                hidden, residual = _repaired(hidden, residual, rows, repair)
+            if self.least[index] > self.kind.depth:
+                continue
+            layer = inner.layers[index]
+            if slots is None or self.least[index] <= self.shallowest:
+                hidden, residual = layer(positions, hidden, residual)
+                continue
+            slots.tell_attention(layer.self_attn.attn.layer_name, index)
+            # vLLM's norms write into what they are given.
+            new_hidden, new_residual = layer(positions, hidden.clone(), residual.clone())
+            keeps = slots.keeps[index, :, None]
+            # A product with 0 would not do: rows that read unwritten keys may hold NaN.
+            hidden = torch.where(keeps, new_hidden, hidden)
+            residual = torch.where(keeps, new_residual, residual)
+        return last_state(inner, hidden, residual)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else that the runner asks of its model."""
+        return getattr(self.__dict__["model"], name)
+
+
+class _LayerSlots:
+    """For every layer, which rows keep it, and where these put their keys and values."""
+
+    def __init__(self, depths: torch.Tensor, least: torch.Tensor) -> None:
+        self.keeps = depths[None] >= least[:, None]
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def tell_attention(self, layer_name: str, index: int) -> None:
+        context = get_forward_context()
+        if context.attn_metadata is None:
+            return  # a dummy run that leaves attention out
+        whole = context.slot_mapping[layer_name]
+        # Layers of a group share one tensor.
+        if id(whole) not in self._slots:
+            self._slots[id(whole)] = torch.where(self.keeps[:, : whole.shape[0]], whole, _NO_SLOT)
+        own = self._slots[id(whole)][index]
+        context.slot_mapping[layer_name] = own
+        # Some backends write by their metadata's slots instead.
+        context.attn_metadata[layer_name] = copy.copy(context.attn_metadata[layer_name])
+        context.attn_metadata[layer_name].slot_mapping = own
+
+
+def _maps_by_layer(repairs: Repairs, kind: PassKind) -> dict[int, list[tuple[tuple[int, ...], Repair]]]:
+    """The maps before each layer, each once with the depths whose rows take it."""
+    found: dict[int, dict[int, tuple[list[int], Repair]]] = {}
+    for depth, maps in sorted(repairs.at_depth.items()):
+        if depth > kind.depth or (depth < kind.depth and not kind.masked):
+            continue
+        for repair in maps:
+            found.setdefault(repair.start, {}).setdefault(id(repair), ([], repair))[0].append(depth)
+    return {layer: [(tuple(depths), repair) for depths, repair in of.values()] for layer, of in found.items()}
+
+
+def _rows_at(depths: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
+    rows = depths == wanted[0]
+    for depth in wanted[1:]:
+        rows = rows | (depths == depth)
+    return rows[:, None]
+
+
+def _repaired(
+    hidden: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None, repair: Repair
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a map says about rows, in the place of their state; None for all rows."""
+    guess = repair(hidden + residual)
+    if rows is None:
+        return torch.zeros_like(hidden), guess
+    return torch.where(rows, 0, hidden), torch.where(rows, guess, residual)
