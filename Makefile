@@ -79,7 +79,7 @@ format: $(STAMP) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchmarks/results
+docs: $(STAMP) ## write the README's tables, its pictures and docs/RESULTS.md anew from benchmarks/results
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind
