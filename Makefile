@@ -32,7 +32,7 @@ help: ## show this list
 
 setup: $(STAMP) ## create the environment and install everything into it
 
-demo: $(STAMP) ## the same question at full depth and with decay
+demo: $(STAMP) ## the same answer sooner, then depth decay with its trade: under a minute
 	@$(BIN)/depthdecay demo
 
 test: lint ## ruff and mypy, then the tests
