@@ -42,7 +42,7 @@ help: ## show this list
 
 setup: $(STAMP) ## create the environment and install everything into it
 
-demo: $(STAMP) ## the same question at full depth and with decay
+demo: $(STAMP) ## the same answer sooner, then depth decay with its trade: under a minute
 	@$(BIN)/depthdecay demo
 
 test: lint ## ruff and mypy, then the tests
@@ -89,7 +89,7 @@ format: $(STAMP) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## write the README's tables and docs/RESULTS.md anew from benchmarks/results
+docs: $(STAMP) ## write the README's tables, its pictures and docs/RESULTS.md anew from benchmarks/results
 	$(BIN)/python benchmarks/make_tables.py
 
 clean: ## remove the environment and all that tools left behind

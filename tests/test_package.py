@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,17 +23,55 @@ PACKAGE = REPOSITORY / "src" / "depthdecay"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in a wheel that was built of a copy: a build leaves folders behind."""
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, made of a copy since a build leaves folders behind, and the wheel that is made of it."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("built")
     shutil.copytree(REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy / name)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
-    (file,) = out.glob("*.whl")
+    _build("sdist", copy, out)
+    (file,) = out.glob("*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(file) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    _build("wheel", source, out)
+    return out
+
+
+def _build(kind: str, source: Path, out: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> set[str]:
+    (file,) = built.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
         return set(archive.namelist())
+
+
+def test_an_installed_wheel_tells_its_version_and_what_is_fast(built: Path, tmp_path: Path) -> None:
+    """In an environment that has our dependencies and nothing of this checkout."""
+    (file,) = built.glob("*.whl")
+    venv.create(tmp_path / "clean", with_pip=False)
+    python = tmp_path / "clean" / "bin" / "python"
+    words: dict[str, Any] = {"text": True, "capture_output": True, "check": True, "cwd": tmp_path}
+    find = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.run([str(python), "-c", find], **words).stdout.strip())
+    install = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target", str(site), str(file)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *install], **words)
+    # A bare path, so that the .pth file by which tests find this checkout is not read.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, env=clean, **words)
+    where = run([str(python), "-c", "import depthdecay; print(depthdecay.__file__)"]).stdout
+    assert Path(where.strip()).is_relative_to(site)
+    command = [str(python), str(site / "bin" / "depthdecay")]
+    assert dd.__version__ in run([*command, "--version"]).stdout
+    told = run([*command, "doctor"]).stdout
+    assert "CUDA" in told
+    assert f"depthdecay {dd.__version__}" in told
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: set[str]) -> None:

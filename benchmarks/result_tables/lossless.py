@@ -17,7 +17,9 @@ from result_tables.results import (
 LOSSLESS = (
     "Decoding only, one prompt at a time, all methods in turns in one run. The speed-up is against our own full depth "
     "on the same prompts. Ideal is what layer passes alone would give: a draft counts by its layers, a verification as "
-    "one full-depth step whatever its length. [Lossless mode](LOSSLESS.md) says how it works."
+    "one full-depth step whatever its length. The runs in which answers differ are older than the kernels that round "
+    "the same way for one token and for several; near-ties flipped in them. [Lossless mode](LOSSLESS.md) says how it "
+    "works."
 )
 # Of runs before the settings named `compared`.
 CAPTURED = (

@@ -1,4 +1,4 @@
-"""The README's tables: decoding speed, and speed without loss."""
+"""Decoding speed by shape and batch, each result with its command."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from result_tables.results import (
     MISSING,
     Column,
     Result,
-    TablesError,
     by_machine,
     failure,
+    link,
     machine,
     software,
     table,
 )
 
-START, END = "<!-- results:start -->", "<!-- results:end -->"
-NONE_YET = "No results have been recorded yet. `depthdecay bench --json benchmarks/results/NAME.json` writes one."
+NONE_YET = "None has been recorded yet. `depthdecay bench --json-file benchmarks/results/NAME.json` writes one."
 NOTE = (
     "Speed-ups are against our own full depth in the same run. Layer and cost speed-up are the ideal, wall-clock is "
     "measured, realised is wall-clock over cost. A time is that of one step, which yields one token for each sequence "
-    "of the batch. [The terms](docs/DESIGN.md#terms) say what each counts."
+    "of the batch. [The terms](DESIGN.md#terms) say what each counts."
 )
 
 
@@ -62,7 +61,7 @@ def bandwidth_shares(result: Result) -> str:
 
 
 _WHAT: tuple[Column, ...] = (
-    ("model", lambda r: f"[{r['model']}](benchmarks/results/{r['file']})"),
+    ("model", lambda r: link(r, r["model"])),
     ("batch", lambda r: str(r["settings"]["batch"])),
 )
 _SPEEDUPS: tuple[Column, ...] = (
@@ -101,7 +100,7 @@ def origin(result: Result) -> list[str]:
         f"median of {settings['rounds']} rounds",
         *software(result),
     ]
-    lines = [f"- [{result['file']}](benchmarks/results/{result['file']}): {', '.join(words)}", ""]
+    lines = [f"- {link(result)}: {', '.join(words)}", ""]
     lines += [f"  `{result['command']}`", ""]
     for row in result["rows"].values():
         if row.get("error"):
@@ -109,67 +108,11 @@ def origin(result: Result) -> list[str]:
     return lines
 
 
-def drafted(result: Result, lookup: bool) -> Result | None:
-    """The row of the drafter that ran on all prompts, the last one of them."""
-    rows = [row for row in result["lossless_rows"] if row["method"].startswith("lossless") and row["speedup"]]
-    rows = [row for row in rows if row["method"].endswith("lookup") == lookup]
-    return next((row for row in reversed(rows) if row["prompts"] == result["settings"]["prompts"]), None)
-
-
-def drafted_speed(lookup: bool) -> Callable[[Result], str]:
-    def show(result: Result) -> str:
-        row = drafted(result, lookup)
-        return MISSING if row is None else f"{row['speedup']:.2f}x"
-
-    return show
-
-
-def pace(method: str) -> Callable[[Result], str]:
-    def show(result: Result) -> str:
-        row = next((row for row in result["lossless_rows"] if row["method"] == method), None)
-        return MISSING if row is None or not row["tokens_per_second"] else f"{row['tokens_per_second']:.0f}"
-
-    return show
-
-
-def parted(result: Result) -> str:
-    """Answers that are not full depth's, with lookup where it ran."""
-    row = drafted(result, lookup=True) or drafted(result, lookup=False)
-    return MISSING if row is None else f"{row['answers_that_differ']} of {row['prompts']}"
-
-
-WITHOUT_LOSS: tuple[Column, ...] = (
-    ("model", lambda r: f"[{r['model']}](benchmarks/results/{r['file']})"),
-    ("precision", lambda r: str(r["settings"]["dtype"])),
-    ("prompts", lambda r: f"{r['settings']['prompts']} of {_option(r['command'], '--prompts')}"),
-    ("`generate`, tokens/s", pace("transformers generate")),
-    ("our full depth, tokens/s", pace("full")),
-    ("lossless, drafts by layers", drafted_speed(lookup=False)),
-    ("and by lookup", drafted_speed(lookup=True)),
-    ("answers that differ", parted),
-)
-WITHOUT_LOSS_NOTE = (
-    "Speed-ups are against our own full depth, answer by answer in turns. When these were measured, a pass over some "
-    "tokens rounded differently in 16 bits than one over a single token, so near-ties could flip. "
-    "[All methods, margins and commands](docs/RESULTS.md#lossless-mode)."
-)
-
-
-def _option(command: str, name: str) -> str:
-    words = command.split()
-    return words[words.index(name) + 1] if name in words else MISSING
-
-
-def make_section(results: list[Result], lossless: list[Result]) -> str:
-    """All that stands between the markers."""
-    lines: list[str] = []
-    on_gpu = sorted((r for r in lossless if r["settings"]["device"] != "cpu"), key=lambda r: (machine(r), r["file"]))
-    for place, here in by_machine(on_gpu):
-        lines += [f"**The full model's own answer**, {place}, batch 1:", "", *table(WITHOUT_LOSS, here), ""]
-    if on_gpu:
-        lines += [WITHOUT_LOSS_NOTE, ""]
+def speed_section(results: list[Result]) -> list[str]:
+    """A table for each machine, then what each result ran with."""
     if not results:
-        return "\n".join(lines).strip() or NONE_YET
+        return [NONE_YET]
+    lines: list[str] = []
     for place, here in by_machine(results):
         on_cpu = here[0]["settings"]["device"] == "cpu"
         kind = (
@@ -179,12 +122,4 @@ def make_section(results: list[Result], lossless: list[Result]) -> str:
     lines += [NOTE, "", "The commands, and what each ran with:", ""]
     for result in results:
         lines += origin(result)
-    return "\n".join(lines).strip()
-
-
-def put_section(text: str, section: str) -> str:
-    """The text with the section between its markers."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise TablesError(f"expected one {START} and, behind it, one {END}")
-    before, rest = text.split(START)
-    return f"{before}{START}\n{section}\n{END}{rest.split(END)[1]}"
+    return lines

@@ -19,9 +19,12 @@ assert _SPEC.loader is not None
 sys.path.append(str(_FILE.parent))  # as where the script is run
 make_tables: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(make_tables)
-NONE_YET = importlib.import_module("result_tables.speed").NONE_YET
+NONE_YET = importlib.import_module("result_tables.front").NONE_YET
+NO_SPEEDS = importlib.import_module("result_tables.speed").NONE_YET
+pictures = importlib.import_module("result_tables.pictures")
 NO_ANSWERS = importlib.import_module("result_tables.quality").NO_ANSWERS
 
+PLAN = "decay: alpha 0.99, warmup tokens 2, min layers 4, horizon 256, 32 layers down to 10, drops 15, 16, …"
 README = "# Title\n\n<!-- results:start -->\nold\n<!-- results:end -->\n\nThe end.\n"
 
 
@@ -39,12 +42,12 @@ def result(model: str = "llama-2-7b", device: str = "cuda", batch: int = 1, **ch
         "model": model,
         "weight_gb": float(model.rsplit("-", 1)[1].removesuffix("b")) * 2,
         "settings": {"new_tokens": 256, "prompt_tokens": 32, "batch": batch, "rounds": 3}
-        | {"dtype": "bfloat16", "device": device},
+        | {"dtype": "bfloat16", "device": device, "plan": PLAN},
         "rows": [
-            row("generate", ms_per_token=21.512),
-            row("generate-static", ms_per_token=7.049),
-            row("full", ms_per_token=4.184, bandwidth_share=0.741),
-            row("decay", **decay, wall_clock_speedup=1.6274, realised=0.98142),
+            row("generate", ms_per_token=21.512, tokens_per_second=46.486),
+            row("generate-static", ms_per_token=7.049, tokens_per_second=141.86),
+            row("full", ms_per_token=4.184, bandwidth_share=0.741, tokens_per_second=239.01),
+            row("decay", **decay, wall_clock_speedup=1.6274, realised=0.98142, tokens_per_second=388.95),
         ],
         "ratios": {"full against generate": 5.1415, "decay against generate": 8.367},
     }
@@ -130,6 +133,8 @@ def cells(folder: Path, name: str = "README.md", start: str = "| [") -> list[lis
 def test_without_results_it_says_so(folder: Path) -> None:
     assert run(folder) == 0
     assert NONE_YET in lines(folder)
+    assert NO_SPEEDS in lines(folder, "RESULTS.md")
+    assert not list(folder.glob("*.svg"))
     assert lines(folder)[0] == "# Title"
     assert lines(folder)[-1] == "The end."
 
@@ -137,18 +142,28 @@ def test_without_results_it_says_so(folder: Path) -> None:
 def test_a_gpu_row_holds_times_and_both_kinds_of_speedup(folder: Path) -> None:
     add(folder, "h200.json", result())
     assert run(folder) == 0
-    link = "[llama-2-7b](benchmarks/results/h200.json)"
+    link = "[llama-2-7b](../benchmarks/results/h200.json)"
     times = ["21.51", "7.05", "4.18", "2.57", "74% / 80%"]
-    assert cells(folder) == [[link, "1", *times, "1.669x", "1.658x", "1.627x", "98.1%"]]
-    assert "  `depthdecay bench --shape llama-2-7b --device cuda`" in lines(folder)
+    assert cells(folder, "RESULTS.md") == [[link, "1", *times, "1.669x", "1.658x", "1.627x", "98.1%"]]
+    assert "  `depthdecay bench --shape llama-2-7b --device cuda`" in lines(folder, "RESULTS.md")
+
+
+def test_the_readme_has_tokens_a_second_of_gpus_at_batch_1(folder: Path) -> None:
+    add(folder, "h200.json", result())
+    add(folder, "batch.json", result(batch=16))
+    add(folder, "cpu.json", result(device="cpu"))
+    assert run(folder) == 0
+    link = "[llama-2-7b](benchmarks/results/h200.json)"
+    assert cells(folder) == [[link, "46", "142", "239", "389", "1.67x", "**1.63x**"]]
 
 
 def test_a_cpu_row_holds_ratios_only(folder: Path) -> None:
     add(folder, "cpu.json", result(device="cpu"))
     assert run(folder) == 0
-    link = "[llama-2-7b](benchmarks/results/cpu.json)"
-    assert cells(folder) == [[link, "1", "5.14x", "8.37x", "1.669x", "1.658x", "1.627x", "98.1%"]]
-    assert not [line for line in lines(folder) if "ms/token" in line]
+    link = "[llama-2-7b](../benchmarks/results/cpu.json)"
+    assert cells(folder, "RESULTS.md") == [[link, "1", "5.14x", "8.37x", "1.669x", "1.658x", "1.627x", "98.1%"]]
+    assert not [line for line in lines(folder, "RESULTS.md") if "ms/token" in line]
+    assert NONE_YET in lines(folder)
 
 
 def test_rows_go_by_device_size_and_batch(folder: Path) -> None:
@@ -157,7 +172,7 @@ def test_rows_go_by_device_size_and_batch(folder: Path) -> None:
     add(folder, "z.json", result("llama-2-7b"))
     add(folder, "a.json", result("smollm2-0.135b", device="cpu"))
     assert run(folder) == 0
-    names = [(row[0].split("]")[0].strip("["), row[1]) for row in cells(folder)]
+    names = [(row[0].split("]")[0].strip("["), row[1]) for row in cells(folder, "RESULTS.md")]
     gpu = [("llama-2-7b", "1"), ("llama-2-7b", "16"), ("llama-2-13b", "1"), ("llama-2-70b", "1")]
     assert names == [*gpu, ("smollm2-0.135b", "1")]
 
@@ -167,8 +182,8 @@ def test_failed_and_missing_methods_are_told_apart(folder: Path) -> None:
     rows[0] = {"method": "generate-static", "title": "the static way", "ms_per_token": None, "error": "out of\nmemory"}
     add(folder, "h200.json", result(rows=rows))
     assert run(folder) == 0
-    assert cells(folder)[0][2:4] == ["–", "failed"]
-    assert "  the static way failed: out of memory" in lines(folder)
+    assert cells(folder, "RESULTS.md")[0][2:4] == ["–", "failed"]
+    assert "  the static way failed: out of memory" in lines(folder, "RESULTS.md")
 
 
 def test_check_writes_nothing_and_tells_by_its_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,14 +308,78 @@ def test_without_answers_one_line_says_so(folder: Path) -> None:
     assert NO_ANSWERS in lines(folder, "RESULTS.md")
 
 
-def test_results_on_quality_stay_out_of_the_readme_without_a_word(
+def test_the_readme_tells_what_decay_costs_beside_the_best_peer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add(folder, "a.json", calibration())
-    add(folder, "b.json", evaluation())
+    middling = answered("middle-out", 1.1, 0.25)
+    add(folder, "a.json", evaluation(rows=[*evaluation()["rows"], middling]))
+    add(folder, "untimed.json", evaluation(rows=[answered("full", None, 0.6), answered("depthdecay", 1.1, 0.6)]))
+    add(folder, "other.json", evaluation("squad"))
+    add(folder, "cpu.json", evaluation(device="cpu", machine={"cpu": "Any CPU", "cores": 2}))
+    add(folder, "b.json", calibration())
     assert run(folder) == 0
     assert not capsys.readouterr().err
-    assert NONE_YET in lines(folder)
+    (cell,) = cells(folder, start="| 1.")
+    assert cell == ["1.1x", "**1.08x**", "49.2%", "-0.8 points [-2.8, +1.2]", "25.0% (middle-out)"]
+    assert any("Full depth gets 50.0% right." in line for line in lines(folder))
+
+
+def texts(date: str = "2026-11-16", differ: int = 0) -> dict[str, Any]:
+    rows = [
+        {"method": "full", "tokens_per_second": 660.6, "speedup": 1.0, "tokens_per_verification": None},
+        {"method": "lossless, learned head", "tokens_per_second": 1244.4, "speedup": 1.88},
+        {"method": "lossless, learned head and lookup", "tokens_per_second": 1266.1, "speedup": 1.914},
+    ]
+    rows = [{"prompts": 40, "answers_that_differ": differ, "tokens_per_verification": 2.5} | row for row in rows]
+    settings = {"new_tokens": 128, "temperature": 0.0, "dtype": "bfloat16", "device": "cuda"}
+    made = {key: result()[key] for key in ("commit", "machine", "versions")}
+    report = {"settings": settings, "lossless_rows": rows}
+    return made | {
+        "model": "Qwen2.5-Coder-1.5B-Instruct",
+        "command": "c",
+        "date": date,
+        "lossless_texts": {"gsm8k": report},
+    }
+
+
+def test_the_readme_shows_the_newest_lossless_run_with_its_differences(folder: Path) -> None:
+    add(folder, "old.json", texts("2026-11-15", differ=3))
+    add(folder, "new.json", texts())
+    assert run(folder) == 0
+    (cell,) = cells(folder, start="| GSM8K")
+    assert cell == ["GSM8K (school maths)", "661", "1266", "**1.91x**", "0 of 40"]
+
+
+def test_pictures_lie_beside_the_document_and_are_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from xml.etree import ElementTree
+
+    add(folder, "texts.json", texts())
+    add(folder, "bench.json", result("qwen2.5-1.5b"))
+    add(folder, "depth.json", result())
+    assert run(folder) == 0
+    said = {}
+    for name in ("speed.svg", "depth.svg"):
+        drawn = ElementTree.fromstring((folder / name).read_text(encoding="utf-8"))
+        said[name] = " / ".join("".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text"))
+    for words in ("transformers generate / 46", "generate, compiled / 142", "1,266 (1.91x)", "all 40 lossless answers"):
+        assert words in said["speed.svg"]
+    assert "256 tokens of 32 layers" in said["depth.svg"]
+    add(folder, "texts.json", texts(differ=2))
+    capsys.readouterr()
+    assert run(folder, "--check") == 1
+    assert "speed.svg: " in capsys.readouterr().err
+    assert run(folder) == 0
+    assert "2 of 40 lossless answers differ" in (folder / "speed.svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_draws_the_depths_that_the_engine_runs() -> None:
+    from depthdecay import Plan
+
+    plan = Plan.decay(32, "0.99", warmup_tokens=2, min_layers=4)
+    depths = pictures.plan_depths(PLAN.replace("down to 10", "down to 4"), 256)
+    assert depths == list(plan.depths(256))
+    assert min(pictures.plan_depths(PLAN, 256)) == 10
+    assert pictures.plan_depths("full: 28 layers down to 28", 256) is None
 
 
 def test_check_looks_at_both_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,8 +423,6 @@ def test_lossless_rows_stand_with_their_differences_and_the_costs_of_passes(fold
     ((_, prompts, failed, *_),) = cells(folder, "RESULTS.md", "| transformers")
     assert (prompts, failed) == ("0", "failed")
     assert "transformers generate failed: no room" in lines(folder, "RESULTS.md")
-    (short,) = cells(folder, "README.md", "| [a-model]")
-    assert short[1:] == ["bfloat16", "3 of –", "–", "70", "1.42x", "–", "1 of 3"]
     (costs,) = cells(folder, "RESULTS.md", "| 16 layers")
     assert costs == ["16 layers", "0.500", "1.50x (4)", "1.50x (4)"]
     assert "A full-depth step takes 3.967 ms. A verification costs 1.010 for 2, 1.031 for 4 tokens." in lines(

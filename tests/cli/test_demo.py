@@ -1,4 +1,4 @@
-"""The demo: both answers, the figures, the picture, and the plain words about quality."""
+"""The demo: the answers of each mode, which tokens were drafted, the figures, and the plain words about quality."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.cli.demo import Timing, _warm_up_tokens, caveat, draw_depths
+from depthdecay.cli.demo import TASK, Timing, _warm_up_tokens, caveat, marked_drafts, same_answer
+from depthdecay.cli.depth_picture import draw_depths
 from depthdecay.engine.engine import Engine
+from depthdecay.engine.result import Result
 from depthdecay.plan.file import EMBEDDED_PLAN
 from depthdecay.plan.schedule import PowerSchedule
 
@@ -26,7 +28,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def demo(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["demo", "--max-new-tokens", "24", "--warmup-tokens", "4", *words])
+    # The task of our own is longer than the tiny model's context.
+    short = ["--max-new-tokens", "24", "--warmup-tokens", "4", "--question", "Why is the sky blue?"]
+    result = CliRunner().invoke(app, ["demo", *short, *words])
     return result.exit_code, result.output
 
 
@@ -34,7 +38,16 @@ def test_demo_shows_both_and_says_what_protects_quality(tiny: str, tmp_path: Pat
     code, output = demo("-m", tiny, "--out", str(tmp_path / "new" / "folder"))
     assert code == 0, output
     said = " ".join(output.split())
-    for words in ("full depth", "depth decay", "wall-clock", "texts differ", "uncalibrated", "depthdecay calibrate"):
+    assert said.index("The same answer, token by token.") < said.index("depth decay")
+    for words in (
+        "full depth",
+        "lossless",
+        "depth decay",
+        "wall-clock",
+        "texts differ",
+        "uncalibrated",
+        "depthdecay calibrate",
+    ):
         assert words in said
     assert (tmp_path / "new" / "folder" / "depth.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,16 +83,21 @@ def test_each_kind_of_run_has_a_warm_engine_of_its_own(
     monkeypatch.setattr(Engine, "generate", recorded)
     monkeypatch.setattr(sys.modules["depthdecay.cli.demo"], "_TIMING_SECONDS", math.inf)
     assert demo("-m", tiny, "--out", str(tmp_path))[0] == 0
-    (full, _), (decay, _), *timed = calls
-    assert full.plan is None
-    assert decay.plan is not None
-    assert [engine for engine, _ in timed] == [decay, full, full, decay] * 2
-    assert [tokens for _, tokens in calls] == [8] * 2 + [24] * 8
+    (full, _), (lossless, _), (decay, _), *answers = calls
+    assert [(engine.mode, engine.plan is None) for engine in (full, lossless, decay)] == [
+        ("full", True),
+        ("lossless", True),
+        ("decay", False),
+    ]
+    # The first of them is the answer that is shown; the others come as streams.
+    turns = [lossless, *[lossless, full, full, lossless] * 2, *[decay, full, full, decay] * 2]
+    assert [engine for engine, _ in answers] == turns
+    assert [tokens for _, tokens in calls] == [8] * 3 + [24] * len(turns)
     # A model that takes long is timed once more, no oftener.
     calls.clear()
     monkeypatch.setattr(sys.modules["depthdecay.cli.demo"], "_TIMING_SECONDS", 0.0)
     assert demo("-m", tiny, "--out", str(tmp_path))[0] == 0
-    assert [tokens for _, tokens in calls] == [8] * 2 + [24] * 2
+    assert [tokens for _, tokens in calls] == [8] * 3 + [24] * 5
     # Graphs are captured for the length of the run.
     full.uses_graphs = True
     assert _warm_up_tokens(full, 24) == 24
@@ -133,3 +151,28 @@ def test_a_ratio_is_shown_only_where_it_means_something(
     full: tuple[float, ...], decay: tuple[float, ...], steady: bool
 ) -> None:
     assert Timing(full, decay).is_steady(layer_speedup=1.1) is steady
+
+
+def test_drafted_tokens_are_marked_and_add_up_to_the_answer() -> None:
+    engine = Engine.from_pretrained(mode="lossless")
+    (result,) = engine.generate([TASK], 32, do_sample=False)
+    assert any(depth == 0 for depth in result.draft_depths)
+    assert marked_drafts(result, engine, marks=False).plain == result.text
+    marked = marked_drafts(result, engine, marks=True).plain
+    assert "[" in marked
+    assert marked.replace("[", "").replace("]", "") == result.text
+    # Half a character at the end of a run belongs to the next one.
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode("é 🙂!")
+    broken = Result(token_ids=ids, draft_depths=[0 if index % 2 else None for index in range(len(ids))])
+    assert marked_drafts(broken, engine, marks=False).plain == "é 🙂!"
+
+
+def test_it_says_whether_both_answers_are_the_same() -> None:
+    full = Result(token_ids=[1, 2, 3])
+    drafted = Result(token_ids=[1, 2, 3], draft_depths=[None, 0, 7], verifications=2)
+    assert "2 of its 3 tokens were drafted, 1 of them by prompt lookup; 2 full passes" in same_answer(full, drafted)
+    other = Result(token_ids=[1, 5, 3], draft_depths=[None] * 3)
+    assert "diverge at token 1, at a near-tie" in same_answer(full, other)
+    other = Result(token_ids=[1, 2], draft_depths=[None] * 2, inexact_because="no kernel fits")
+    assert same_answer(full, other) == "The answers diverge at token 2, at a near-tie: no kernel fits."

@@ -1,12 +1,12 @@
-"""The demo: one question at full depth and with decay, both streamed, then what it took in a table and two plots."""
+"""The demo: a task in lossless mode, then a question with decay, each beside full depth, in text and in figures."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -15,16 +15,24 @@ from rich.table import Table
 from rich.text import Text
 
 from depthdecay.cli import options as opt
+from depthdecay.cli.depth_picture import save_picture
 from depthdecay.cli.generate import stream_text
 from depthdecay.cli.show import depth_curve, depth_legend, out_console, working
 from depthdecay.engine.plan_choice import guess_is_meant
-from depthdecay.errors import DepthDecayError, install
+from depthdecay.errors import DepthDecayError
 from depthdecay.plan.plan import Plan
 
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
     from depthdecay.engine.result import Result
 
+# Prompt lookup drafts what an answer takes from its prompt. The embedded model has no learned drafter, so a task that
+# edits text shows best what lossless mode does.
+TASK = (
+    "Make a list of the sentences in this text, one a line:\n\n"
+    "The committee meets on the first Monday of each month. Members who cannot come write to the secretary by Friday. "
+    "The secretary sends the agenda on Wednesday, and the minutes a week after the meeting."
+)
 QUESTION = "Why is the sky blue?"
 # Found by reading its answers: at 1.15 over 128 tokens the embedded model repeats itself, at 1.25 it falls apart.
 SPEEDUP = "1.1"
@@ -35,6 +43,10 @@ _WARM_UP_STEPS = 8
 _TIMING_SECONDS, _MOST_RUNS = 4.0, 4
 # Above the noise of a quiet machine; a process that takes a core away from us costs a factor of two or more.
 MOST_SPREAD = 1.15
+
+DRAFTED = "bold cyan"
+FULL = "full depth"
+NAMES = {"lossless": "lossless", "decay": "depth decay"}
 
 UNSTEADY = (
     "The wall-clock ratio is left out: runs of the same kind took different times, or the gain was more than fewer "
@@ -60,15 +72,17 @@ def demo(
     speedup: opt.Speedup = None,
     warmup_tokens: opt.WarmupTokens = None,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
-    question: Annotated[str, typer.Option(help="What both are asked.")] = QUESTION,
+    question: Annotated[
+        str | None, typer.Option(help="What both modes are asked, in the place of a task and a question of our own.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo"),
     device: opt.Device = None,
     dtype: opt.Dtype = None,
 ) -> None:
-    """The same question at full depth and with decay, side by side in numbers and in a picture."""
+    """Lossless mode, the same answer sooner, then depth decay with its trade: text, figures, a curve, a picture."""
     new_tokens = max_new_tokens if max_new_tokens is not None else NEW_TOKENS
     opt.at_least(1, max_new_tokens=new_tokens)
-    if not question.strip():
+    if question is not None and not question.strip():
         raise DepthDecayError("the question is empty; give at least one word")
     as_shipped = model == opt.DEFAULT_MODEL and speedup is None and warmup_tokens is None
     warmup = WARMUP_TOKENS if warmup_tokens is None else warmup_tokens
@@ -79,32 +93,81 @@ def demo(
     loaded = options.load()
     plan = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
     assert plan is not None
-    # Before either is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
+    task, question = question or TASK, question or QUESTION
+    # Before any is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
     with working("warming up …") as say:
         # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
         with guess_is_meant():
-            full_engine, decay_engine = (options.engine(loaded, depth, progress=say) for depth in (None, plan))
-        for engine in (full_engine, decay_engine):
-            engine.generate([question], _warm_up_tokens(engine, new_tokens), mode=engine.step_mode, do_sample=False)
+            full, lossless, decay = (
+                options.engine(loaded, depth, mode=mode, progress=say)
+                for depth, mode in ((None, "full"), (None, "lossless"), (plan, "decay"))
+            )
+        for engine, prompt in ((full, task), (lossless, task), (decay, question)):
+            engine.generate([prompt], _warm_up_tokens(engine, new_tokens), do_sample=False)
+    title = f"{loaded.name} on {full.device}"
+    show_lossless(full, lossless, task, new_tokens, title)
+    result = show_decay(full, decay, question, new_tokens, title)
     console = out_console()
-    console.print(Text.assemble(("\n› ", "dim"), (question, "bold")))
-    full = _answer(full_engine, question, new_tokens)
-    decay = _answer(decay_engine, question, new_tokens)
-    with working("timing both again …"):
-        again = _timed_in_turns(decay_engine, full_engine, question, new_tokens)
-    timing = Timing((full.ms_per_token, *again[full_engine]), (decay.ms_per_token, *again[decay_engine]))
-    console.print()
-    console.print(results_table(full, decay, timing, f"{loaded.name} on {full_engine.device}"), soft_wrap=False)
-    if not timing.is_steady(decay.layer_speedup):
-        console.print(Text(UNSTEADY, style="yellow"), soft_wrap=False)
+    console.print(Text(caveat(plan, stored), style="yellow"), soft_wrap=False)
+    console.print(Text(save_picture(result, plan, loaded.name, out), style="dim"))
+
+
+def show_lossless(full: Engine, lossless: Engine, task: str, new_tokens: int, title: str) -> None:
+    """The same answer twice, which of its tokens were drafted, and how much sooner it is there."""
+    console = out_console()
+    _ask(task)
+    answer = _answer(full, task, new_tokens)
+    _heading("lossless: drafts, verified by all layers")
+    with working("drafting and verifying …", quiet=not console.is_terminal):
+        (drafted,) = lossless.generate([task], new_tokens, do_sample=False)
+    console.print(marked_drafts(drafted, lossless, marks=not console.is_terminal))
+    _figures(full, lossless, (answer, drafted), task, new_tokens, title)
+    console.print(Text(same_answer(answer, drafted), style="green"), soft_wrap=False)
+
+
+def show_decay(full: Engine, decay: Engine, question: str, new_tokens: int, title: str) -> Result:
+    """Both answers, what each took, and the depth of each token."""
+    console = out_console()
+    _ask(question)
+    answers = _answer(full, question, new_tokens), _answer(decay, question, new_tokens)
+    _figures(full, decay, answers, question, new_tokens, title)
+    result = answers[1]
     console.print()
     console.print(Text("depth of each token (· saved)", style="bold"))
-    shallowest = opt.shallowest_depth(decay_engine, new_tokens)
-    console.print(depth_curve(decay.depths, decay.num_layers, shallowest, min(console.width, 100), height=8))
-    console.print(depth_legend(decay.depths, decay.num_layers, shallowest))
+    shallowest = opt.shallowest_depth(decay, new_tokens)
+    console.print(depth_curve(result.depths, result.num_layers, shallowest, min(console.width, 100), height=8))
+    console.print(depth_legend(result.depths, result.num_layers, shallowest))
     console.print()
-    console.print(Text(caveat(plan, stored), style="yellow"), soft_wrap=False)
-    console.print(Text(save_picture(decay, plan, loaded.name, out), style="dim"))
+    return result
+
+
+def marked_drafts(result: Result, engine: Engine, *, marks: bool) -> Text:
+    """The answer, its drafted tokens in colour, or in brackets where nobody sees colours."""
+    assert engine.tokenizer is not None  # it was given words
+    text, tokens, shown = Text(), 0, ""
+    for was_drafted, run in groupby(depth is not None for depth in result.draft_depths):
+        tokens += len(list(run))
+        # From the start each time: a character may lie in several tokens, and spaces depend on what stands before.
+        so_far = engine.tokenizer.decode(result.token_ids[:tokens], skip_special_tokens=True).rstrip("\ufffd")
+        piece, shown = so_far[len(shown) :], so_far
+        if was_drafted and piece:
+            text.append(f"[{piece}]" if marks else piece, style="" if marks else DRAFTED)
+        else:
+            text.append(piece)
+    return text
+
+
+def same_answer(full: Result, lossless: Result) -> str:
+    """Whether both said the same, and what drafted it."""
+    tokens = len(lossless.token_ids)
+    if full.token_ids == lossless.token_ids:
+        drafted = [depth for depth in lossless.draft_depths if depth is not None]
+        said = f"The same answer, token by token. {len(drafted)} of its {tokens} tokens were drafted"
+        return f"{said}, {drafted.count(0)} of them by prompt lookup; {lossless.verifications} full passes decided."
+    pairs = enumerate(zip(full.token_ids, lossless.token_ids, strict=False))
+    where = next((index for index, (one, other) in pairs if one != other), min(len(full.token_ids), tokens))
+    why = lossless.inexact_because or "passes over one token and over several round differently here"
+    return f"The answers diverge at token {where}, at a near-tie: {why}."
 
 
 def caveat(plan: Plan, stored: Plan | None) -> str:
@@ -121,18 +184,42 @@ def _warm_up_tokens(engine: Engine, new_tokens: int) -> int:
     return new_tokens if engine.uses_graphs else min(_WARM_UP_STEPS, new_tokens)
 
 
-def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
-    layers = engine.stack.num_layers
-    title = "depth decay: fewer and fewer layers" if engine.plan else f"full depth: {layers} layers for every token"
+def _ask(prompt: str) -> None:
+    out_console().print(Text.assemble(("\n› ", "dim"), (prompt, "bold")))
+
+
+def _heading(title: str) -> None:
     console = out_console()
     console.print()
     if console.is_terminal:
         console.print(Rule(Text(title, style="bold"), align="left", style="dim"), soft_wrap=False)
     else:
         console.print(f"--- {title}")
-    stream = engine.stream(question, new_tokens, mode=engine.step_mode, do_sample=False)
+
+
+def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
+    layers = engine.stack.num_layers
+    _heading("depth decay: fewer and fewer layers" if engine.plan else f"full depth: {layers} layers for every token")
+    stream = engine.stream(question, new_tokens, do_sample=False)
     stream_text(engine, stream, opt.shallowest_depth(engine, new_tokens), show_depth=True)
     return stream.result
+
+
+def _figures(
+    full: Engine, other: Engine, answers: tuple[Result, Result], prompt: str, new_tokens: int, title: str
+) -> None:
+    """Time both again, in turns, and print what they took."""
+    with working("timing both again …"):
+        again = _timed_in_turns(other, full, prompt, new_tokens)
+    timing = Timing(
+        (answers[0].ms_per_token, *again[full]),
+        (answers[1].ms_per_token, *again[other]),
+    )
+    console = out_console()
+    console.print()
+    console.print(results_table(*answers, timing, title), soft_wrap=False)
+    if not timing.is_steady(answers[1].layer_speedup):
+        console.print(Text(UNSTEADY, style="yellow"), soft_wrap=False)
 
 
 def _timed_in_turns(first: Engine, second: Engine, question: str, new_tokens: int) -> dict[Engine, list[float]]:
@@ -145,7 +232,7 @@ def _timed_in_turns(first: Engine, second: Engine, question: str, new_tokens: in
     turns = (first, second)
     while len(found[first]) < _MOST_RUNS and (not found[first] or time.monotonic() - started < _TIMING_SECONDS):
         for engine in turns:
-            result = engine.generate([question], new_tokens, mode=engine.step_mode, do_sample=False)[0]
+            result = engine.generate([question], new_tokens, do_sample=False)[0]
             found[engine].append(result.ms_per_token)
         turns = turns[::-1]
     return found
@@ -153,26 +240,29 @@ def _timed_in_turns(first: Engine, second: Engine, question: str, new_tokens: in
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per token of some runs at full depth and as many with decay, two at least."""
+    """Milliseconds per token of some runs at full depth and as many of the other mode, two at least."""
 
     full: tuple[float, ...]
-    decay: tuple[float, ...]
+    other: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        return min(self.full) / min(self.decay)
+        return min(self.full) / min(self.other)
 
     def is_steady(self, layer_speedup: float) -> bool:
         """Whether the best runs of a kind agree, and fewer layers can bring such a gain; else something else ran."""
-        runs = (self.full, self.decay)
+        runs = (self.full, self.other)
         if not all(min(run) > 0 for run in runs):
             return False
         alike = all(sorted(run)[1] <= MOST_SPREAD * min(run) for run in runs)
         return alike and self.ratio <= MOST_SPREAD * layer_speedup
 
 
-def results_table(full: Result, decay: Result, timing: Timing, title: str) -> Table:
-    """Both answers in figures. The ratio is of time per token, since the answers may end at different lengths."""
+def results_table(full: Result, other: Result, timing: Timing, title: str) -> Table:
+    """Both answers in figures. The ratio is of time per token, since the answers may end at different lengths.
+
+    A verification runs each layer once, whatever the number of its tokens, so lossless mode's layers are the ideal.
+    """
     table = Table(
         title=f"{title}, greedy, decoding only, the best of {len(timing.full)} runs",
         title_justify="left",
@@ -183,8 +273,8 @@ def results_table(full: Result, decay: Result, timing: Timing, title: str) -> Ta
     # Broken by hand, so that it fits into 80 columns.
     for heading in ("", "tokens", "tokens/s", "ms/token", "layers\nexecuted", "layer\nspeed-up", "wall-clock\nratio"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    steady = timing.is_steady(decay.layer_speedup)
-    for name, result, runs in (("full depth", full, timing.full), ("depth decay", decay, timing.decay)):
+    steady = timing.is_steady(other.layer_speedup)
+    for name, result, runs in ((FULL, full, timing.full), (NAMES[other.mode], other, timing.other)):
         best = min(runs)
         table.add_row(
             name,
@@ -196,88 +286,3 @@ def results_table(full: Result, decay: Result, timing: Timing, title: str) -> Ta
             f"{min(timing.full) / best:.2f}x" if steady else "unsteady",
         )
     return table
-
-
-def save_picture(result: Result, plan: Plan, model: str, folder: Path) -> str:
-    """Draw depth over position as depth.png; a sentence on where it is, or on what is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return f"no picture: matplotlib is not installed; {install('plot')} brings it"
-    matplotlib.use("Agg")
-    file = folder / "depth.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draw_depths(result.depths, result.num_layers, plan, model).savefig(file, dpi=160)
-    except OSError as error:
-        raise DepthDecayError(f"the picture cannot be written to '{file}': {error.strerror or error}") from None
-    return f"picture: {file}"
-
-
-def draw_depths(depths: Sequence[int], num_layers: int, plan: Plan, model: str) -> Any:
-    """A step curve from 0 to all layers: the area below is work done, the area above is work saved."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    ink, done, saved = "#1f2937", "#3b82f6", "#f59e0b"
-    # Each token is a step one wide, from its index to the next.
-    edges = list(range(len(depths) + 1))
-    heights = [*depths, depths[-1]]
-    share = 1 - sum(depths) / (num_layers * len(depths))
-    figure = Figure(figsize=(9, 4.6), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    axes.fill_between(edges, heights, step="post", color=done, alpha=0.16, linewidth=0)
-    axes.fill_between(edges, heights, num_layers, step="post", color=saved, alpha=0.30, linewidth=0)
-    axes.step(edges, heights, where="post", color=done, linewidth=2.2)
-    axes.axhline(num_layers, color=ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
-    axes.annotate(
-        f"full depth, {num_layers} layers",
-        (0, num_layers),
-        xytext=(4, 5),
-        textcoords="offset points",
-        color=ink,
-        fontsize=9,
-    )
-    axes.text(
-        len(depths) * 0.5,
-        min(depths) * 0.5,
-        f"layers executed: {sum(depths):,} of {num_layers * len(depths):,}",
-        ha="center",
-        va="center",
-        color="#1d4ed8",
-        fontsize=11,
-    )
-    axes.annotate(
-        f"saved: {share:.1%}",
-        (len(depths) * 0.93, (depths[int(len(depths) * 0.93)] + num_layers) / 2),
-        ha="right",
-        va="center",
-        color="#92400e",
-        fontsize=11,
-        fontweight="bold",
-    )
-    axes.set_xlim(0, max(1, len(depths)))
-    axes.set_ylim(0, num_layers * 1.08)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    step = max(1, num_layers // 6)
-    axes.set_yticks([*range(0, num_layers - step // 2, step), num_layers])
-    axes.set_xlabel("position of the generated token", color=ink)
-    axes.set_ylabel("decoder layers run", color=ink)
-    axes.set_title("The further the text has come, the fewer layers\n", loc="left", color=ink, fontweight="bold")
-    axes.text(0, 1.025, _subtitle(plan, model), transform=axes.transAxes, color="#6b7280", fontsize=9)
-    axes.tick_params(colors="#6b7280")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#d1d5db")
-    return figure
-
-
-def _subtitle(plan: Plan, model: str) -> str:
-    settings = plan.schedule.to_dict()
-    words = [model, f"α = {settings['alpha']}"] if "alpha" in settings else [model]
-    if settings.get("warmup_tokens"):
-        words.append(f"{settings['warmup_tokens']} tokens of warm-up")
-    if "calibration" not in plan.notes:
-        return " · ".join([*words, "uncalibrated, middle-out"])
-    return " · ".join([*words, "calibrated, repaired" if plan.repairs else "calibrated"])
