@@ -184,7 +184,7 @@ constexpr int64_t bytes_of(int kind) {  // of 16 rows by 32 columns
 
 // Independent sums: one chain of additions would wait for itself.
 template <int T>
-constexpr int CHAINS = T == 1 ? 4 : T == 2 ? 2 : 1;
+constexpr int CHAINS = T == 1 ? 4 : T <= 4 ? 2 : 1;
 
 // Bits as the top of a mantissa, such as 1 + q / 16: one and-or instead of a conversion. The 1 is taken off by the sums.
 template <int T>
