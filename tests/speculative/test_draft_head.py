@@ -15,6 +15,7 @@ import depthdecay as dd
 from depthdecay.calibration.head_fit import HeadFit
 from depthdecay.calibration.head_states import StatesOfTexts
 from depthdecay.errors import DepthDecayError, PlanMismatchError
+from depthdecay.model import devices
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import HEAD_FILE, DraftHead, HeadShape, outer_states
 from depthdecay.speculative.expected_gain import LEARNED
@@ -26,8 +27,11 @@ TEXT = [*PROMPT, 7, 12, 93, 4, 55, 31, 8, 70]
 
 @pytest.mark.parametrize("first_layers", [0, 2])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
-def test_a_window_is_drafted_as_it_was_fitted(architecture: str, first_layers: int) -> None:
+def test_a_window_is_drafted_as_it_was_fitted(
+    architecture: str, first_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every draft of a window that begins anywhere: the states of decoding are those of the unrolled fit."""
+    monkeypatch.setattr(devices, "_is_faster_in_bfloat16", lambda: False)  # decoding is in 32 bits
     model = tiny_model(architecture)
     stack = LayerStack.of(model)
     head = random_head(model, first_layers)

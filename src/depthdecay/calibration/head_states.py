@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from depthdecay.errors import UnsupportedModelError
-from depthdecay.model.devices import free_bytes
+from depthdecay.model.devices import free_bytes, in_fast_precision
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.patches import patched
 from depthdecay.speculative.draft_head import HeadShape
@@ -160,8 +160,10 @@ class StatesOfTexts:
             found.append(hidden)
             return hidden[..., :1]
 
-        with self.stack.exclusive(), self.stack.routed(layer_pass), patched(head, "forward", seen):
-            self.stack.model(input_ids=ids, use_cache=False)
+        model = self.stack.model
+        routed = self.stack.routed(layer_pass)
+        with self.stack.exclusive(), routed, patched(head, "forward", seen), in_fast_precision(model):
+            model(input_ids=ids, use_cache=False)
         return found[0]
 
 
@@ -175,9 +177,24 @@ def output_matrix(stack: LayerStack) -> nn.Linear:
 
 
 def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
-    """A few columns at a time: logits over the whole vocabulary are large."""
+    """A few columns at a time: logits over the whole vocabulary are large.
+
+    Where products run in 16 bits, the two likeliest of those are compared in the model's own precision.
+    """
     step = max(1, _LOGIT_BYTES // (head.weight.element_size() * head.weight.shape[0] * said.shape[0]))
-    return torch.cat([head(part).argmax(-1) for part in said.split(step, dim=1)], dim=1)
+    found = []
+    for part in said.split(step, dim=1):
+        with in_fast_precision(head):
+            logits = head(part)
+        if logits.dtype == part.dtype:
+            found.append(logits.argmax(-1))
+            continue
+        likely = logits.topk(2).indices
+        exact = torch.einsum("rch,rckh->rck", part, head.weight[likely])
+        if head.bias is not None:
+            exact = exact + head.bias[likely]
+        found.append(likely.gather(-1, exact.argmax(-1, keepdim=True)).squeeze(-1))
+    return torch.cat(found, dim=1)
 
 
 def _entry(shape: HeadShape) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from depthdecay.calibration.own_text import TooLittleTime, write_own_text
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.engine.engine import Engine
-from depthdecay.model.devices import free_bytes
+from depthdecay.model.devices import free_bytes, in_fast_precision
 from depthdecay.model.layers import LayerStack, primary_device
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
 from depthdecay.plan.plan import Plan
@@ -219,10 +219,11 @@ class LearnedRepairs:
             self.renewals_made += 1
             self.own = self._readable(self.write(self.prompts))
         texts, number = self._texts_of(step)
-        batch = texts.batch(number)
-        state = final_state(texts, batch, self.plan, self.masters.maps())
         said = functools.partial(logits_of, self.stack)
-        return mean_kl(batch.judged(state), said, batch.wanted, said, self.rows_at_once)
+        with in_fast_precision(self.stack.model):
+            batch = texts.batch(number)
+            state = final_state(texts, batch, self.plan, self.masters.maps())
+            return mean_kl(batch.judged(state), said, batch.wanted, said, self.rows_at_once)
 
     def _is_renewal_due(self, step: int) -> bool:
         """At the start, and again after equal shares of the way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,43 @@ def free_bytes(device: torch.device) -> float:
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return math.inf
+
+
+def fast_precision(device: torch.device) -> torch.dtype:
+    """The precision to learn in: bfloat16 where a device multiplies matrices in it much faster, else float32.
+
+    CPUs are timed (some milliseconds, once): their features say little about the speed of a library's kernels.
+    """
+    import torch
+
+    if device.type == "cuda" or (device.type == "cpu" and _is_faster_in_bfloat16()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def in_fast_precision(model: torch.nn.Module) -> torch.autocast:
+    """A block in which a CPU runs a model of 32 bits in 16, where that is much faster; elsewhere nothing changes."""
+    import torch
+
+    device = next(model.parameters()).device
+    wide = device.type == "cpu" and next(model.parameters()).dtype == torch.float32
+    return torch.autocast("cpu", torch.bfloat16, enabled=wide and fast_precision(device) == torch.bfloat16)
+
+
+@functools.cache
+def _is_faster_in_bfloat16() -> bool:
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        left, right = torch.ones((512, 512), dtype=dtype), torch.ones((512, 512), dtype=dtype)
+        found = []
+        for _ in range(6):  # the fastest counts: others may use the machine too
+            started = time.perf_counter()
+            left @ right
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    return seconds(torch.float32) > 1.5 * seconds(torch.bfloat16)
 
 
 def overlaps_kernels() -> bool:
