@@ -1,4 +1,4 @@
-"""The README's small tables: the same answer sooner, fewer layers and what they cost, and both beside `generate`."""
+"""The README's small tables: lossless mode, decay and what it costs, and decay compared with `generate`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from result_tables.speed import figure
 
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NONE_YET = "No results have been recorded yet. `depthdecay bench --json-file benchmarks/results/NAME.json` writes one."
-# What readers know these files by.
+# Names that readers know.
 TEXT_NAMES = {
     "gsm8k": "GSM8K (school maths)",
     "mtbench": "MT-bench (chat)",
     "humaneval": "HumanEval (code)",
     "bbh": "BIG-Bench Hard (reasoning)",
 }
-# The task whose questions are enough to tell plans apart, asked by plans that were calibrated for it.
+# The task with enough questions to tell plans apart, for plans that were calibrated on it.
 DECAY_TASK = "gsm8k"
 
 
@@ -25,7 +25,7 @@ def file_link(result: Result, words: str) -> str:
 
 
 def newest(results: list[Result]) -> Result | None:
-    """The last one measured on a GPU."""
+    """The most recent one measured on a GPU."""
     on_gpu = [result for result in results if result["machine"].get("gpu")]
     return max(on_gpu, key=lambda result: (result.get("date", ""), result["file"]), default=None)
 
@@ -41,9 +41,9 @@ def lossless_lines(result: Result) -> list[str]:
     place = machine({**result, "settings": settings})
     lines = [
         f"**Lossless: the same answer, sooner.** {file_link(result, result['model'])}, {settings['dtype']}, {place}, "
-        "batch 1. The drafter learned from text that the model wrote itself.",
+        "batch 1. The drafter was trained on text that the model wrote itself.",
         "",
-        "| prompts | full depth, tokens/s | lossless, tokens/s | speed-up | answers that differ |",
+        "| prompts | full depth, tokens/s | lossless, tokens/s | speed-up | answers that differ from full depth |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, full, fast in lossless_rows(result):
@@ -61,7 +61,7 @@ def _with_interval(difference: dict[str, Any] | None) -> str:
 
 
 def best_peers(rows: list[Result]) -> dict[float, Result]:
-    """By the speed-up that was asked for, the best of the other rules at the same layer budget."""
+    """By requested speed-up, the best of the other rules at the same layer budget."""
     peers = [row for row in rows if row["method"] not in ("full", "depthdecay", "lossless")]
     return {row["asked_speedup"]: row for row in sorted(peers, key=lambda row: row["accuracy"])}
 
@@ -72,10 +72,10 @@ def decay_lines(result: Result) -> list[str]:
     peers = best_peers(result["rows"])
     lines = [
         f"**Decay: fewer layers, for a price.** {file_link(result, result['model'])}, {settings['dtype']}, "
-        f"{machine(result)}, batch {settings['batch']}, {settings['questions']} questions of GSM8K, by calibrated "
+        f"{machine(result)}, batch {settings['batch']}, {settings['questions']} questions of GSM8K, with calibrated "
         f"plans. Full depth gets {full['accuracy']:.1%} right.",
         "",
-        "| plan | speed-up, measured | right | difference to full depth | best other rule at this budget |",
+        "| plan | speed-up, measured | accuracy | difference to full depth | best other rule at this budget |",
         "|---|---:|---:|---:|---:|",
     ]
     for row in (row for row in result["rows"] if row["method"] == "depthdecay"):
@@ -94,22 +94,22 @@ BESIDE_GENERATE: tuple[Column, ...] = (
     ("`generate`, compiled", figure("generate-static", "tokens_per_second", "{:.0f}")),
     ("our full depth", figure("full", "tokens_per_second", "{:.0f}")),
     ("our decay", figure("decay", "tokens_per_second", "{:.0f}")),
-    ("layers, times fewer", figure("decay", "layer_speedup", "{:.2f}x")),
-    ("decay over full", figure("decay", "wall_clock_speedup", "**{:.2f}x**")),
+    ("layer speed-up (ideal)", figure("decay", "layer_speedup", "{:.2f}x")),
+    ("decay over full depth", figure("decay", "wall_clock_speedup", "**{:.2f}x**")),
 )
 
 
 def beside_generate_lines(results: list[Result]) -> list[str]:
     lines = [
-        f"**Both beside transformers.** Tokens/s on {machine(results[0])}, bfloat16, random weights in the true shape, "
-        "so speed only. `generate`, compiled, has a static cache.",
+        f"**Compared with transformers.** Tokens/s on {machine(results[0])}, bfloat16, random weights in the real "
+        "shape, so speed only. Compiled `generate` uses a static cache.",
         "",
     ]
     return [*lines, *table(BESIDE_GENERATE, results), ""]
 
 
 def make_section(bench: list[Result], texts: list[Result], answers: list[Result]) -> str:
-    """All that stands between the markers."""
+    """Everything between the markers."""
     lines: list[str] = []
     if text := newest(texts):
         lines += lossless_lines(text)
@@ -121,7 +121,7 @@ def make_section(bench: list[Result], texts: list[Result], answers: list[Result]
 
 
 def _decay_answers(answers: list[Result]) -> Result | None:
-    """The run on a GPU that timed the most plans; evaluations that shared a GPU have no times."""
+    """The GPU run with the most timed plans; evaluations that shared a GPU have no times."""
 
     def timed_plans(result: Result) -> int:
         return sum(row["method"] == "depthdecay" and bool(row["wall_clock_speedup"]) for row in result["rows"])
@@ -132,8 +132,8 @@ def _decay_answers(answers: list[Result]) -> Result | None:
 
 
 def put_section(text: str, section: str) -> str:
-    """The text with the section between its markers."""
+    """The text with the section inserted between its markers."""
     if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise TablesError(f"expected one {START} and, behind it, one {END}")
+        raise TablesError(f"expected one {START} followed by one {END}")
     before, rest = text.split(START)
     return f"{before}{START}\n{section}\n{END}{rest.split(END)[1]}"

@@ -15,30 +15,29 @@ from result_tables.results import (
 )
 
 LOSSLESS = (
-    "Decoding only, one prompt at a time, all methods in turns in one run. The speed-up is against our own full depth "
-    "on the same prompts. Ideal is what layer passes alone would give: a draft counts by its layers, a verification as "
-    "one full-depth step whatever its length. The runs in which answers differ are older than the kernels that round "
-    "the same way for one token and for several; near-ties flipped in them. [Lossless mode](LOSSLESS.md) says how it "
-    "works."
+    "Decoding only, one prompt at a time, all methods in turns in one run. The speed-up is over our own full depth on "
+    "the same prompts. Ideal is what layer passes alone would give: a draft counts by its layers, a verification as "
+    "one full-depth step whatever its length. Runs with answers that differ predate the kernels that round the same "
+    "for one token and for several; near-ties flipped in them. [Lossless mode](LOSSLESS.md) explains how it works."
 )
-# Of runs before the settings named `compared`.
+# For runs from before the settings had `compared`.
 CAPTURED = (
-    "Rows on fewer prompts were warmed up on one of them: where they need graphs for other lengths of text, capturing "
-    "these is in their time."
+    "Rows with fewer prompts were warmed up on one of them, so their time includes capturing graphs for other text "
+    "lengths."
 )
-LOOKUP = " and lookup"  # how the name of a method with lookup ends
+LOOKUP = " and lookup"  # the suffix of a method with prompt lookup
 TEXTS = (
     "One loaded model on several sets of prompts, one prompt at a time, full depth and lossless mode in turns; only "
-    "decoding is timed. Nothing was fitted on these prompts unless the plan's name says so."
+    "decoding is timed. Nothing was trained on these prompts unless the plan's name says so."
 )
 STEPS = (
-    "What passes cost, in full-depth steps, on random weights in the true shape; and the speed-up for a share of right "
-    "drafts, with the number of drafts a window that is best there."
+    "The cost of passes, in full-depth steps, for random weights in the real shape; and the speed-up for a given "
+    "acceptance rate, with the best number of drafts per window in brackets."
 )
 
 
 def differing(row: Result) -> str:
-    """How many answers part from full depth's, and how far apart the two tokens' logits are there at most."""
+    """How many answers diverge from full depth, and the largest logit margin between the two tokens there."""
     found = row["differences"]
     count = f"{row['answers_that_differ']} of {row['prompts']}"
     return f"{count}, margin ≤ {max(abs(one['margin']) for one in found):.2g}" if found else count
@@ -52,21 +51,24 @@ LOSSLESS_COLUMNS: tuple[Column, ...] = (
     ("ideal", lambda row: MISSING if not row["passes_per_token"] else times(1 / row["passes_per_token"])),
     ("drafts accepted", lambda row: MISSING if row["acceptance"] is None else f"{row['acceptance']:.1%}"),
     (
-        "tokens a verification",
+        "tokens per verification",
         lambda row: MISSING if row["tokens_per_verification"] is None else f"{row['tokens_per_verification']:.2f}",
     ),
-    ("layer passes a token", lambda row: MISSING if not row["passes_per_token"] else f"{row['passes_per_token']:.3f}"),
+    (
+        "layer passes per token",
+        lambda row: MISSING if not row["passes_per_token"] else f"{row['passes_per_token']:.3f}",
+    ),
     ("answers that differ", differing),
 )
 
 
 def _speed(row: Result) -> str:
     window = row["tokens_per_verification"]
-    return times(row["speedup"]) + ("" if window is None else f", {window:.2f} tokens a window")
+    return times(row["speedup"]) + ("" if window is None else f", {window:.2f} tokens per window")
 
 
 def texts_section(results: list[Result]) -> list[str]:
-    """By kind of text, what one engine gains there."""
+    """The gain of one engine by kind of text."""
     lines: list[str] = []
     for result in results:
         reports = result["lossless_texts"]
@@ -78,7 +80,7 @@ def texts_section(results: list[Result]) -> list[str]:
             *software(result),
         ]
         lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
-        lines += ["| text | prompts | full depth, tokens/s | drafts | and lookup | answers that differ |"]
+        lines += ["| text | prompts | full depth, tokens/s | speed-up | with prompt lookup | answers that differ |"]
         lines += ["|---|---:|---:|---:|---:|---:|"]
         for name, report in reports.items():
             full, *drafted = report["lossless_rows"]
@@ -88,12 +90,12 @@ def texts_section(results: list[Result]) -> list[str]:
             cells += [_speed(by_lookup[lookup]) if lookup in by_lookup else MISSING for lookup in (False, True)]
             lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
         drafter = drafted[0]["method"].removeprefix("lossless, ").removesuffix(LOOKUP)
-        lines += ["", f"Drafts by: {drafter}. `{result['command']}`", ""]
+        lines += ["", f"Drafter: {drafter}. `{result['command']}`", ""]
     return ["### By kind of text", "", TEXTS, "", *lines] if lines else []
 
 
 def lossless_section(results: list[Result], steps: list[Result], texts: list[Result]) -> list[str]:
-    """A table for each set of prompts, one over kinds of text, then the costs of passes by shape."""
+    """One table over kinds of text, one for each set of prompts, then the cost of passes by shape."""
     lines = texts_section(texts)
     if results:
         lines += [LOSSLESS, ""]
@@ -126,7 +128,7 @@ def lossless_section(results: list[Result], steps: list[Result], texts: list[Res
         words = [f"{costs['settings']['dtype']} on {machine({**result, **costs})}", *software(result)]
         lines += [f"**{costs['model']}**, {link(result)}: {', '.join(words)}", ""]
         lines += [f"A full-depth step takes {costs['full_ms']:.3f} ms. A verification costs {verified} tokens.", ""]
-        lines += ["| drafts at | a draft costs | " + " | ".join(f"{p:.0%} right" for p in shares) + " |"]
+        lines += ["| drafts at | a draft costs | " + " | ".join(f"{p:.0%} accepted" for p in shares) + " |"]
         lines += ["|---" + "|---:" * (len(shares) + 1) + "|"]
         for depth, cost in costs["drafts"].items():
             fast = [row for row in costs["speedups"] if str(row["depth"]) == depth]

@@ -1,4 +1,4 @@
-"""The README's pictures as SVG, by hand: whether they are up to date is checked before any library is installed."""
+"""The README's pictures as hand-written SVG: CI checks that they are up to date before any library is installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from html import escape
 from result_tables.front import TEXT_NAMES, lossless_rows, newest
 from result_tables.results import Result, machine
 
-# Which shape of `bench --shape` has the sizes of a model that texts were timed on.
+# The `bench --shape` with the sizes of a model that was timed on texts.
 SHAPES = {"Qwen2.5-Coder-1.5B-Instruct": "qwen2.5-1.5b"}
-# The schedule that the picture of depths shows.
+# The shape whose schedule the depth picture shows.
 DEPTH_SHAPE = "llama-2-7b"
 
 WIDTH = 760
@@ -37,7 +37,7 @@ def _svg(height: float, title: str, parts: list[str]) -> str:
 
 
 def _generate_bars(bench: list[Result], shape: str | None) -> list[tuple[str, float, str, str]]:
-    """transformers' two ways on the same shape, where that was measured."""
+    """transformers' `generate`, plain and compiled, on the same shape, if measured."""
     result = next((r for r in bench if r["model"] == shape and r["settings"]["device"] == "cuda"), None)
     names = {"generate": "generate", "generate-static": "generate, compiled"}
     found = [(name, result["rows"].get(method, {})) for method, name in names.items()] if result else []
@@ -51,12 +51,12 @@ def _generate_bars(bench: list[Result], shape: str | None) -> list[tuple[str, fl
 def _same(rows: list[tuple[str, Result, Result]]) -> str:
     differ, prompts = (sum(fast[name] for _, _, fast in rows) for name in ("answers_that_differ", "prompts"))
     if not differ:
-        return f"all {prompts} lossless answers are full depth's, token by token"
-    return f"{differ} of {prompts} lossless answers differ from full depth's"
+        return f"all {prompts} lossless answers are identical to full depth"
+    return f"{differ} of {prompts} lossless answers differ from full depth"
 
 
 def speed_picture(bench: list[Result], texts: list[Result]) -> str | None:
-    """Tokens a second as bars: transformers, our full depth, and lossless mode by kind of text."""
+    """Tokens per second as bars: transformers, our full depth, and lossless mode by kind of text."""
     result = newest(texts)
     if result is None:
         return None
@@ -71,7 +71,7 @@ def speed_picture(bench: list[Result], texts: list[Result]) -> str | None:
     scale = (WIDTH - left - 110) / max(speed for _, speed, _, _ in bars)
     settings = next(iter(result["lossless_texts"].values()))["settings"]
     place = machine({**result, "settings": settings})
-    title = f"Tokens a second, {result['model']}"
+    title = f"Tokens per second, {result['model']}"
     parts = [_text(8, 22, title, "title")]
     parts += [_text(8, 41, f"{place}, {settings['dtype']}, batch 1; {_same(rows)}", "small")]
     for place_in_row, (name, speed, kind, words) in enumerate(bars):
@@ -82,7 +82,7 @@ def speed_picture(bench: list[Result], texts: list[Result]) -> str | None:
 
 
 def plan_depths(words: str, tokens: int) -> list[int] | None:
-    """The depth of each token by the rule floor(L * alpha**i), read from how a result names its plan."""
+    """The depth of each token under floor(L * alpha**i), parsed from a result's description of its plan."""
     found = re.search(r"alpha ([\d.]+).*warmup tokens (\d+).*min layers (\d+).*?(\d+) layers down to (\d+)", words)
     if found is None:
         return None
@@ -92,7 +92,7 @@ def plan_depths(words: str, tokens: int) -> list[int] | None:
 
 
 def depth_picture(bench: list[Result]) -> str | None:
-    """Depth over position: what runs below the steps, what is saved above them."""
+    """Depth over position: layers that run below the curve, layers saved above it."""
     result = next((r for r in bench if r["model"] == DEPTH_SHAPE and r["settings"]["device"] == "cuda"), None)
     depths = plan_depths(result["settings"]["plan"], result["settings"]["new_tokens"]) if result else None
     if result is None or depths is None:
@@ -100,10 +100,12 @@ def depth_picture(bench: list[Result]) -> str | None:
     layers, share = max(depths), 1 - sum(depths) / (max(depths) * len(depths))
     left, top, width, height = 50, 56, WIDTH - 70, 170
     across, up = width / len(depths), height / layers
-    title = f"The further the text, the fewer layers: {len(depths)} tokens of {layers} layers"
+    title = f"Later tokens run fewer layers: {len(depths)} tokens of {layers} layers"
     speedup = result["rows"]["decay"]["wall_clock_speedup"]
     parts = [_text(8, 22, title, "title")]
-    words = f"{result['model']}'s shape: {share:.0%} of the layers saved, measured {speedup:.2f}x as fast as full depth"
+    words = (
+        f"shape of {result['model']}: {share:.0%} of the layers saved, measured {speedup:.2f}x as fast as full depth"
+    )
     parts += [_text(8, 41, words, "small"), _bar(left, top, width, height, "saved")]
     corners = [(left, top + height)]
     for index, depth in enumerate(depths):

@@ -1,4 +1,4 @@
-"""A CPU's precisions beside transformers and llama.cpp."""
+"""Precisions on a CPU compared with transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from result_tables.results import (
 
 PRECISIONS = (
     "Ratios within one interleaved run, as medians with their range over rounds; realised is the plan's wall-clock "
-    "speed-up over that in bytes. [On a CPU](CPU.md) says what runs."
+    "speed-up over that in bytes. [On a CPU](CPU.md) explains what runs."
 )
 
 
 PRECISION_COLUMNS: tuple[Column, ...] = (
     ("method", lambda row: row["title"]),
-    ("against `generate` in bfloat16", lambda row: "failed" if row["error"] else spread(row["times_generate"])),
-    ("against llama.cpp", lambda row: spread(row["times_llama"])),
+    ("over `generate` in bfloat16", lambda row: "failed" if row["error"] else spread(row["times_generate"])),
+    ("over llama.cpp", lambda row: spread(row["times_llama"])),
     (
-        "share of a large read's bandwidth",
+        "share of read bandwidth",
         lambda row: f"{row['bandwidth_share']:.0%}" if row["bandwidth_share"] else "–",
     ),
     ("layer speed-up", lambda row: times(row["layer_speedup"])),
@@ -35,7 +35,7 @@ PRECISION_COLUMNS: tuple[Column, ...] = (
 
 
 def precisions_section(results: list[Result]) -> list[str]:
-    """A table for each model; times on a CPU compare within a run only."""
+    """A table for each model; times on a CPU are comparable only within a run."""
     lines = [PRECISIONS, ""] if results else ["None has been recorded yet. `depthdecay bench --device cpu` writes one."]
     for result in sorted(results, key=lambda r: (r["model"], r["file"])):
         settings, facts = result["settings"], result["machine"]

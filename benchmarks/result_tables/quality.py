@@ -1,4 +1,4 @@
-"""Quality: how far calibrated plans are from the full model, and how well they answer tasks, beside the paper's."""
+"""Quality: how far calibrated plans are from the full model, and their accuracy on tasks, next to the paper's."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from result_tables.results import (
 )
 
 FIDELITY = (
-    "How far a plan's next token is from the full model's, on the full model's own greedy text after prompts that were "
-    "held out. KL is in nats a token. Agreement is how often both would pick the same token. In brackets stands a "
-    "one-sided 95% bound, from a bootstrap over prompts. Plain is the same plan, which drops the same layers, without "
-    "its repairs. An asked speed-up counts repair maps as the layers that they weigh, so fewer layers run than it "
-    "says. Cost speed-up counts the output matrix too."
+    "How far a plan's next token is from the full model's, on the full model's own greedy text for held-out prompts. "
+    "KL is in nats per token. Agreement is how often both would pick the same token. In brackets is a one-sided 95% "
+    "bound from a bootstrap over prompts. Plain is the same plan without its repairs. A requested speed-up counts "
+    "repair maps as the layers that their weights amount to, so fewer layers run than it says. Cost speed-up counts "
+    "the LM head too."
 )
 SECONDS = (
-    "Plans of one command share one search. Seconds are from its start until that plan was done, loading not counted."
+    "Plans of one command share one search. Seconds run from its start until that plan was done, excluding loading."
 )
 ANSWERS = (
-    "All methods were asked the same questions, with greedy decoding. Layer and cost speed-up are those of the answers "
-    "as they were, not as planned. Wall-clock is per step, the median over batches; unlike in `bench`, answers have "
-    "lengths of their own. Differences are in points, with the paired 95% interval of a bootstrap over questions; p is "
-    "McNemar's exact test. Ours is the method `depthdecay`, a calibrated plan."
+    "All methods got the same questions, with greedy decoding. Layer and cost speed-up are those of the actual "
+    "answers, not the planned ones. Wall-clock is per step, the median over batches; unlike in `bench`, answers "
+    "differ in length. Differences are in points, with a paired 95% interval from a bootstrap over questions; p is "
+    "from McNemar's exact test. Ours is the method `depthdecay`, a calibrated plan."
 )
 NO_ANSWERS = (
-    "No answers to tasks have been recorded yet. `depthdecay eval --json benchmarks/results/NAME.json` does it."
+    "No answers to tasks have been recorded yet. `depthdecay eval --json-file benchmarks/results/NAME.json` adds some."
 )
 PAPER = (
     "For comparison, what the paper reports ([arXiv 2503.08524](https://arxiv.org/abs/2503.08524)), exact match in %. "
-    "Its models and prompts are others, so its levels are not to be compared with ours."
+    "Its models and prompts differ, so do not compare its accuracies with ours."
 )
 PAPER_HEAD = "| model | full depth | D³ | difference, points | mean layers | fewer operations | wall-clock (measured) |"
 PAPER_ROWS: dict[str, tuple[tuple[str, float, float, str, str, str], ...]] = {
@@ -54,14 +54,14 @@ PAPER_ROWS: dict[str, tuple[tuple[str, float, float, str, str, str], ...]] = {
 
 
 def digits(value: float) -> str:
-    """Three that count: KLs differ by powers of ten."""
+    """Three significant digits: KLs differ by powers of ten."""
     return f"{value:#.3g}".rstrip(".")
 
 
 def asked(result: Result) -> str:
     promise = result["promise"]
     if result.get("drafting"):
-        return f"to draft with: {result['drafting']['speedup']:.2f}x expected"
+        return f"drafter: {result['drafting']['speedup']:.2f}x expected"
     if promise["budget"] is None:
         return f"{promise['asked_speedup']:g}x"
     return f"{'KL' if bounds_kl(result) else 'disagreement'} up to {promise['budget']:g}"
@@ -82,13 +82,13 @@ def held_out_agreement(result: Result) -> str:
 
 
 def other_text(result: Result) -> str:
-    """On prompts of other kinds than those that were calibrated on, where some were mixed in."""
+    """On prompts of other kinds than the calibrated ones, if some were mixed in."""
     found = result.get("elsewhere")
     return MISSING if found is None else f"{digits(found['kl'])}, {digits(found['plain_kl'])}"
 
 
 CALIBRATED: tuple[Column, ...] = (
-    ("asked", lambda r: link(r, asked(r))),
+    ("target", lambda r: link(r, asked(r))),
     ("layer speed-up", lambda r: f"{r['promise']['layer_speedup']:.3f}x"),
     ("cost speed-up", lambda r: f"{r['promise']['cost_speedup']:.3f}x"),
     ("KL", held_out_kl),
@@ -98,8 +98,8 @@ CALIBRATED: tuple[Column, ...] = (
         lambda r: f"{r['repaired']['perplexity']:.3f} / {r['repaired']['full_perplexity']:.3f}",
     ),
     ("KL, plain", lambda r: digits(r["plain"]["kl"])),
-    ("KL on other text, plain", other_text),
-    ("rank / neurons a layer", lambda r: f"{r['choices']['rank']} / {r['choices']['neurons a layer']}"),
+    ("KL on other text, and plain", other_text),
+    ("rank / neurons per layer", lambda r: f"{r['choices']['rank']} / {r['choices']['neurons a layer']}"),
     ("seconds", lambda r: f"{r['choices']['seconds']:.0f}"),
 )
 
@@ -107,7 +107,7 @@ CALIBRATED: tuple[Column, ...] = (
 def calibration_section(results: list[Result]) -> list[str]:
     """A table for each model and command: plans of one command share their prompts and their search."""
     if not results:
-        return ["No calibration has been recorded yet. `depthdecay calibrate` writes calibration.json beside a plan."]
+        return ["No calibration has been recorded yet. `depthdecay calibrate` writes calibration.json into its plan."]
     lines = [FIDELITY, "", SECONDS, ""]
     ordered = sorted(results, key=lambda r: (r["model"], r["command"], r["promise"]["asked_speedup"], r["file"]))
     for (model, command), group in groupby(ordered, key=lambda r: (r["model"], r["command"])):
@@ -137,7 +137,7 @@ def chance(found: Result | None) -> str:
 
 
 def answer_columns(result: Result) -> tuple[Column, ...]:
-    """What every task has; then further measures and subtasks where this one has them; then ours against each peer."""
+    """Columns of every task, then this one's extra measures and subtasks, then ours compared with each peer."""
     against = {(found["peer"], found["speedup"]): found for found in result["comparisons"]}
     on_cpu = result["settings"]["device"] == "cpu"
 
@@ -149,12 +149,12 @@ def answer_columns(result: Result) -> tuple[Column, ...]:
 
     columns: list[Column] = [
         ("method", named),
-        ("right", lambda row: f"{row['accuracy']:.1%}"),
+        ("accuracy", lambda row: f"{row['accuracy']:.1%}"),
         ("difference to full", lambda row: points(row["difference_to_full"])),
         ("p", lambda row: chance(row["difference_to_full"])),
         ("layer speed-up", lambda row: times(row["layer_speedup"])),
         ("cost speed-up (ideal)", lambda row: times(row["cost_speedup"])),
-        # Methods run one after the other, for long: on a CPU, what else it was doing tells in the times.
+        # Methods run one after the other for a long time: on a CPU, other work distorts the times.
         ("wall-clock speed-up (measured)", lambda row: MISSING if on_cpu else times(row["wall_clock_speedup"])),
     ]
     for name in result["rows"][0]["measures"]:
@@ -162,12 +162,12 @@ def answer_columns(result: Result) -> tuple[Column, ...]:
     if result["rows"][0]["group_mean"] is not None:
         columns.append(("mean of subtasks", lambda row: f"{row['group_mean']:.1%}"))
     if against:
-        columns += [("ours minus this", lambda row: points(ours(row))), ("p of that", lambda row: chance(ours(row)))]
+        columns += [("ours minus this", lambda row: points(ours(row))), ("its p", lambda row: chance(ours(row)))]
     return tuple(columns)
 
 
 def answers_section(results: list[Result]) -> list[str]:
-    """By task, then by model; a table each file, since only answers of one run are paired. The paper's stand beside."""
+    """By task, then by model; one table per file, since only answers of one run are paired. The paper's follow."""
     if not results:
         return [NO_ANSWERS]
     lines = [ANSWERS, ""]

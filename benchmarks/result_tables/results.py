@@ -1,4 +1,4 @@
-"""Result files by the command that wrote them, and what all tables are made of."""
+"""Result files by the command that wrote them, and the helpers that all tables share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "–"
-# What a result file of each command holds; the first that fits is taken.
+# The keys of each command's result files; the first match wins.
 KINDS: dict[str, set[str]] = {
     "calibrate": {"model", "command", "machine", "promise", "repaired", "plain", "choices"},
     "eval": {"model", "command", "machine", "task", "settings", "rows", "comparisons"},
@@ -21,13 +21,13 @@ KINDS: dict[str, set[str]] = {
     "vllm": {"model", "command", "machine", "settings", "vllm_rows"},
 }
 
-_RESULT = {"command", "machine", "versions"}  # what every result file says
+_RESULT = {"command", "machine", "versions"}  # keys of every result file
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
 
 
 class TablesError(Exception):
-    """A sentence on what is wrong with a file."""
+    """One sentence that says what is wrong with a file."""
 
 
 def read_results(folder: Path) -> dict[str, list[Result]]:
@@ -41,16 +41,16 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
         keys = result.keys() if isinstance(result, dict) else set()
         kind = next((kind for kind, needed in KINDS.items() if needed <= keys), None)
         if kind is None:
-            # Scripts and other commands write results too, whose figures documents quote by themselves.
+            # Scripts and other commands write results too, which documents quote directly.
             if not keys >= _RESULT:
-                print(f"{file.name} is no result file of depthdecay and is left out", file=sys.stderr)
+                print(f"{file.name} is not a depthdecay result file and is ignored", file=sys.stderr)
             continue
         found[kind].append({**result, "file": file.name})
     return found
 
 
 def machine(result: Result) -> str:
-    """What the run was on. A CPU run is named by its CPU also where a GPU stood by."""
+    """What the run was on. A CPU run is named by its CPU even if the machine has a GPU."""
     facts, device = result["machine"], result["settings"]["device"]
     if device == "cuda":
         return str(facts.get("gpu", "CUDA GPU"))
@@ -59,7 +59,7 @@ def machine(result: Result) -> str:
 
 
 def by_machine(results: list[Result]) -> list[tuple[str, list[Result]]]:
-    """In the order in which machines come first."""
+    """In order of each machine's first result."""
     return [(place, [r for r in results if machine(r) == place]) for place in dict.fromkeys(map(machine, results))]
 
 

@@ -19,14 +19,14 @@ from result_tables.results import (
 
 NONE_YET = "None has been recorded yet. `depthdecay bench --json-file benchmarks/results/NAME.json` writes one."
 NOTE = (
-    "Speed-ups are against our own full depth in the same run. Layer and cost speed-up are the ideal, wall-clock is "
+    "Speed-ups are over our own full depth in the same run. Layer and cost speed-up are the ideal, wall-clock is "
     "measured, realised is wall-clock over cost. A time is that of one step, which yields one token for each sequence "
-    "of the batch. [The terms](DESIGN.md#terms) say what each counts."
+    "of the batch. [The terms](DESIGN.md#terms) define what each counts."
 )
 
 
 def bench_results(results: list[Result]) -> list[Result]:
-    """In the order of the tables; rows by method, since a run may have left some out."""
+    """In table order; rows keyed by method, since a run may lack some."""
     return sorted(
         ({**result, "rows": {row["method"]: row for row in result["rows"]}} for result in results), key=_place_in_table
     )
@@ -79,19 +79,19 @@ TIMES: tuple[Column, ...] = (
     ("share of copy bandwidth, full / decay", bandwidth_shares),
     *_SPEEDUPS,
 )
-# The time of a CPU run says more about what else the machine was doing than about us; within a run, ratios hold.
+# CPU times say more about other load on the machine than about us; ratios within a run hold.
 RATIOS: tuple[Column, ...] = (
     *_WHAT,
-    ("our full depth against `generate`", ratio("full against generate")),
-    ("our decay against `generate`", ratio("decay against generate")),
+    ("our full depth over `generate`", ratio("full against generate")),
+    ("our decay over `generate`", ratio("decay against generate")),
     *_SPEEDUPS,
 )
 
 
 def origin(result: Result) -> list[str]:
-    """One result's conditions and command, as an item of a list, with the reason of every failure."""
+    """One result's settings and command as a list item, with the reason for every failure."""
     settings = result["settings"]
-    weights = "random weights in the true shape" if "--shape" in result["command"].split() else "real weights"
+    weights = "random weights in the real shape" if "--shape" in result["command"].split() else "real weights"
     words = [
         weights,
         settings["dtype"],
@@ -109,7 +109,7 @@ def origin(result: Result) -> list[str]:
 
 
 def speed_section(results: list[Result]) -> list[str]:
-    """A table for each machine, then what each result ran with."""
+    """A table for each machine, then the settings and command of each result."""
     if not results:
         return [NONE_YET]
     lines: list[str] = []
@@ -119,7 +119,7 @@ def speed_section(results: list[Result]) -> list[str]:
             "ratios within one run, since times on a CPU are not comparable between runs" if on_cpu else "decoding only"
         )
         lines += [f"**Depth decay**, {place}, {kind}:", "", *table(RATIOS if on_cpu else TIMES, here), ""]
-    lines += [NOTE, "", "The commands, and what each ran with:", ""]
+    lines += [NOTE, "", "Commands and settings:", ""]
     for result in results:
         lines += origin(result)
     return lines

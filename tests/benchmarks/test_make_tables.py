@@ -242,7 +242,7 @@ def test_a_plan_to_draft_with_is_told_by_what_it_should_bring(folder: Path) -> N
     add(folder, "draft.json", calibration(4.0) | {"drafting": {"speedup": 1.3712}})
     assert run(folder) == 0
     ((asked, *_),) = cells(folder, "RESULTS.md")
-    assert asked == "[to draft with: 1.37x expected](../benchmarks/results/draft.json)"
+    assert asked == "[drafter: 1.37x expected](../benchmarks/results/draft.json)"
 
 
 def test_a_bound_on_agreement_stands_with_the_agreement(folder: Path) -> None:
