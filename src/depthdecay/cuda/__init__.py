@@ -1,1 +1,1 @@
-"""What has to know CUDA: passes as graphs of a whole pass, of single layers, or of a window's passes."""
+"""CUDA-specific code: CUDA graphs of whole passes and of single layers, compiled layers, Triton kernels."""

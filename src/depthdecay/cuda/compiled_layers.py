@@ -1,4 +1,4 @@
-"""Layers compiled once a kind, with our own kernels: weights and cache are inputs, so all layers of a kind share."""
+"""Layers compiled once per kind, with our own kernels. Weights and cache are inputs, so layers of a kind share code."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from depthdecay.model.layers import LayerPass, LayerStack
 from depthdecay.model.repairs import repaired_at_once
 from depthdecay.patches import patched, replaced_each
 
-# What a pass multiplies matrices with: one row; more than one and never more than 16; any number, of a batch, by
-# cuBLAS ("many") or by our own kernels ("any"). "few" and "any" are compiled once for every number of rows but 1, which
-# torch compiles for itself, and no row's bits depend on the others or on their number.
+# How many rows a pass multiplies matrices with: one; 2 to 16 ("few"); any number in a batch, with cuBLAS ("many") or
+# with our own batch-invariant kernels ("any"). "few" and "any" are compiled once, with a dynamic number of rows (a size
+# of 1 torch always specializes), and a row's result depends neither on the other rows nor on their number.
 Rows = Literal["one", "few", "many", "any"]
 
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
-    """How layers are compiled: our own kernels for products with one row, or a few, and kernels that overlap."""
+    """How layers are compiled: with our kernels for products with one or a few rows, and with overlapping launches."""
     from depthdecay.cuda.gemv_pass import GemvPass
 
-    # Graphs of single layers are replayed with others between them, so nothing overlaps.
+    # Graphs of single layers are replayed with other graphs in between, so there is nothing to overlap with.
     overlap = overlaps_kernels() and rows in ("one", "few")
     kernels = GemvPass(overlap, "one" if rows == "many" else rows)
     options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
-    # A sum is split among programs where rows are few, which depends on their number.
+    # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few.
     return options | {"split_reductions": False} if is_exact(rows) else options
 
 
 def is_exact(rows: Rows) -> bool:
-    """Whether no row's bits depend on how many run together."""
+    """Whether a row's result is bitwise independent of how many rows run together."""
     return rows in ("few", "any")
 
 
 @dataclass
 class CompiledLayers:
-    """One torch.compile per kind of layer, and for what stands beside them."""
+    """One torch.compile per kind of layer, and per function around the layers."""
 
     kinds: dict[tuple[type, int | None, Rows], Any] = field(default_factory=dict)
     functions: dict[Any, Any] = field(default_factory=dict)
     exactness: Exactness = field(default_factory=Exactness)
 
     def layer(self, stack: LayerStack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer; all layers must have one index meanwhile, and its own cache be its whole cache."""
+        """Run a layer. Meanwhile all layers must have one index, and the cache passed in must be this layer's own."""
         layer = stack.layers[index]
         kind = (type(layer), stack.windows[index], rows)
         if kind not in self.kinds:
@@ -66,14 +66,14 @@ class CompiledLayers:
     def function(
         self, plain: Callable[..., Any], dynamic: bool | None = None, rows: Rows = "one"
     ) -> Callable[..., Any]:
-        """A function of many small steps as a few kernels: in a shallow pass small kernels are a sixth of the time."""
+        """Fuse a function of many small operations: in a shallow pass, small kernels take a sixth of the time."""
         if (plain, rows) not in self.functions:
             self.functions[plain, rows] = torch.compile(plain, dynamic=dynamic, options=inductor_options(rows))
         compiled: Callable[..., Any] = self.functions[plain, rows]
         return compiled
 
     def repair(self, repair: Any) -> Any:
-        """A repair map as one compiled function that all maps share, for each of their few shapes."""
+        """A repair map, run by one compiled function that all maps share; compiled once per map shape."""
         compiled = self.function(repaired_at_once, dynamic=False)
         return lambda hidden: compiled(hidden, *repair.parts_at_once)
 
@@ -81,9 +81,9 @@ class CompiledLayers:
     def routed(
         self, stack: LayerStack, layer_pass: LayerPass, cache: Any, own: list[Any], rows: Rows
     ) -> Iterator[None]:
-        """While open, a pass runs its layers, its repairs and what stands beside them compiled.
+        """While open, a pass runs its layers, its repairs and the modules around them compiled.
 
-        `own`: what each layer is given in the place of the whole cache, of which it would use layer 0's.
+        `own`: the cache that each layer gets instead of the whole one; with one shared index it would use layer 0's.
         """
 
         def run_layer(index: int, _layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,9 +103,9 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def beside(self, stack: LayerStack, rows: Rows) -> Iterator[None]:
-        """While open, what stands beside the layers is compiled too: the last norm, and the rotary embedding.
+        """While open, the modules around the layers are compiled too: the final norm and the rotary embedding.
 
-        Where bits must not depend on the number of rows, the output matrix as well: cuBLAS chooses its kernel by it.
+        In exact modes also the LM head, since cuBLAS picks its kernel by the number of rows.
         """
         with contextlib.ExitStack() as undo:
             for module in stack.owner.children():
@@ -132,8 +132,8 @@ def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return functional.linear(hidden, weight, bias)
 
 
-# Which dimensions of what a function is given count tokens or positions, by how many dimensions there are. Passes of a
-# few rows are over tokens of one text; in those of any number texts count as well.
+# Which dimensions of an argument count tokens or positions, keyed by its number of dimensions. A "few" pass runs tokens
+# of one text; in an "any" pass the batch dimension varies too.
 _FREE: dict[str, dict[int, tuple[int, ...]]] = {
     "few": {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)},
     "any": {1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 2, 3)},
@@ -141,9 +141,9 @@ _FREE: dict[str, dict[int, tuple[int, ...]]] = {
 
 
 def free_rows(given: Any, rows: Rows = "few") -> None:
-    """Let the tokens and positions in what a function is given be any number, from its first compilation on.
+    """Mark the token and position dimensions of a function's arguments as dynamic before it is first compiled.
 
-    Left to itself, dynamo makes a compilation of the first number's own, which may sum in another order.
+    Otherwise dynamo specializes on the first size it sees, and that compilation may sum in a different order.
     """
     if isinstance(given, torch.Tensor):
         if not isinstance(given, nn.Parameter):
@@ -159,9 +159,9 @@ def free_rows(given: Any, rows: Rows = "few") -> None:
 
 
 def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: Any) -> Any:
-    """What a layer is called with, its own part in the place of the whole cache."""
-    if sum(value is cache for value in (*args, *kwargs.values())) != 1:  # architectures name the argument differently
-        raise RuntimeError("a layer does not take the cache as one argument")
+    """A layer's arguments, with its own cache layer instead of the whole cache."""
+    if sum(value is cache for value in (*args, *kwargs.values())) != 1:  # the argument's name varies by architecture
+        raise RuntimeError("expected the layer to take the KV cache as exactly one argument")
     return (
         tuple(own if value is cache else value for value in args),
         {name: own if value is cache else value for name, value in kwargs.items()},
@@ -170,8 +170,8 @@ def one_cache(args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, own: An
 
 @contextlib.contextmanager
 def one_index(stack: LayerStack) -> Iterator[None]:
-    """While open, all layers have the same index, so that one compilation serves all."""
+    """While open, all layers have the same index, so that one compilation serves them all."""
     indexed = stack.attending
-    # Batch sizes, kinds of layer and lengths each count as a recompilation of the same function.
+    # Batch sizes, layer kinds and lengths each count as a recompilation of the same function.
     with replaced_each(indexed, "layer_idx", [0] * len(indexed)), torch.compiler.config.patch(recompile_limit=64):  # type: ignore[attr-defined]
         yield

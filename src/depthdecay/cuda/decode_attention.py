@@ -1,7 +1,7 @@
-"""Attention of passes over a few tokens, in place of transformers' own: our kernels where they are cheaper.
+"""Attention for passes over a few tokens: replaces transformers' attention with our kernels where they are faster.
 
-Passes in lock-step say which positions a token sees by its *span*: the columns of its text's first token and of its
-own. A layer's window counts back from there. Spans travel through a model in the place of its mask.
+In lock-step passes, a token's *span* defines which positions it sees: the column of its text's first token and its own
+column. A sliding window counts back from the latter. Spans are passed through the model as its attention mask.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from depthdecay.model.layers import LayerStack
 
 
 def spans_of(first: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """(batch, 1, tokens, 2): of texts that begin at columns `first` (batch), tokens at `columns` (tokens)."""
+    """Spans (batch, 1, tokens, 2) for texts that start at columns `first` (batch) and tokens at `columns` (tokens)."""
     begun = first[:, None].expand(-1, columns.shape[0])
     return torch.stack((begun, columns.expand_as(begun)), dim=-1).unsqueeze(1)
 
 
 @functools.cache
 def stepwise(original: Attention, window: int | None, capped: bool = False) -> Attention:
-    """A model's attention, with passes over a few new tokens taken over where that is the same and cheaper.
+    """A model's attention function that hands passes over a few new tokens to our kernel, where equivalent and faster.
 
-    Made once for all layers of a window, since compiled layers know it by its identity. `capped`: the original caps
-    scores where it is asked to.
+    Cached, one per window, because compiled layers guard on the function's identity. `capped`: the original applies
+    a softcap when given one.
     """
-    # Asked here, since a compiled layer would trace the question.
-    overlap, capable = overlaps_kernels(), cuda_generation() >= 8  # tensor cores that know bf16
+    # Queried out here: inside `forward` a compiled layer would trace the call.
+    overlap, capable = overlaps_kernels(), cuda_generation() >= 8  # tensor cores with bf16
 
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Any, **kwargs: Any
     ) -> Any:
-        # Where heads share keys, transformers copies these for every head: for 400 rows that is most of a step. Batches
-        # of other models keep torch's kernels, which then have enough to do.
+        # With grouped queries transformers repeats keys and values for every head: at 400 rows that is most of a step.
+        # Batches without GQA stay with torch's kernels, which are well occupied there.
         pays = query.shape[0] == 1 or query.shape[1] > key.shape[1]
         softcap = kwargs.get("softcap")
         plain = is_plain({**kwargs, "softcap": None} if capped else kwargs)
@@ -59,7 +59,7 @@ def stepwise(original: Attention, window: int | None, capped: bool = False) -> A
 
 
 def attention_in_steps(stack: LayerStack) -> contextlib.AbstractContextManager[None]:
-    """While open, the model takes our CUDA kernels where it pays, and spans where it takes whole masks."""
+    """While open, the model uses our CUDA kernels where that pays, and spans instead of masks if it takes 4D masks."""
     if stack.takes_whole_masks and attention_name(stack.config) == "eager":
         return replaced_eager_attention(stack, functools.partial(stepwise, capped=True))
     return replaced_attention(stack, stepwise)

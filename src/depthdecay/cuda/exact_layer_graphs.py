@@ -1,8 +1,8 @@
-"""Graphs of single layers in which a row's bits are its own: neither its neighbours nor their number change them.
+"""Batch-invariant CUDA graphs of single layers: a row's result depends neither on its neighbours nor on their number.
 
-Every product runs by kernels whose order of sums does not know how many rows there are, every reduction by one binary
-for all numbers of rows, and attention in parts that are counted from the row's own first position. So a token has the
-same bits alone, in company, in a verification, and within a prompt that is read in pieces of any size.
+Matrix products use kernels whose summation order is independent of the number of rows. Reductions use one binary for
+all row counts. Attention is split into chunks counted from the row's own first position. So a token is bitwise
+identical alone, in a batch, in a verification, and within a prompt that is prefilled in chunks of any size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from depthdecay.cuda.experts import experts_apart
 from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
 from depthdecay.model.repairs import Repair, repaired_at_once
 
-# Numbers of rows that no graph has. Dynamo compiles the first number for itself, and with the second for any number:
-# so each piece of a layer has met two before its graphs are captured, and all of these run the same binary.
+# Row counts that no graph uses. Dynamo specializes on the first size it sees and switches to a dynamic size at the
+# second. So every piece of a layer runs with both before its graphs are captured, and all graphs share one binary.
 _LEARNT_FROM = (3, 5)
-_COLUMNS = 128  # that maps are filled up to, as the product kernel reads them
+_COLUMNS = 128  # repair maps are zero-padded to multiples of this: the product kernel's block of columns
 
 
 class ExactLayerGraphs(LayerGraphs):
-    """Never of plain layers: where compiled ones fail, a pass raises `NotCapturable`."""
+    """Compiled layers only: there is no fallback to plain ones, a failure raises `NotCapturable`."""
 
     exact = True
     rows_kind = "any"
 
     def __init__(self, *args: Any) -> None:
-        self.said: dict[int, torch.Tensor] = {}  # by number of rows, where their logits are written
+        self.said: dict[int, torch.Tensor] = {}  # by number of rows: the graph's output logits
         self._learnt: set[tuple[Any, ...]] = set()
         super().__init__(*args)
 
     def bucket(self, rows: int) -> int:
-        """Never one row: torch compiles a size of one for itself."""
+        """Never one row: torch would specialize on a size of 1."""
         return max(2, bucket_of(rows))
 
     def capture_layers(self) -> None:
@@ -47,10 +47,10 @@ class ExactLayerGraphs(LayerGraphs):
                 self._tail_graph(rows)
             for maps in self.maps.values():
                 for repaired in maps.values():
-                    repaired(self.states[:2])  # compiled now, and captured when a step first needs it
+                    repaired(self.states[:2])  # compiles now; captured when a step first needs it
 
     def _behind_layers(self, wanted: int) -> torch.Tensor:
-        """Only the rows wanted meet the output matrix: these kernels take longer by every 16 rows."""
+        """Runs the LM head on the requested rows only: the cost of these kernels grows with every 16 rows."""
         rows = self.bucket(wanted)
         self._tail_graph(rows).replay()
         return self.said[rows][:wanted].clone()
@@ -67,11 +67,11 @@ class ExactLayerGraphs(LayerGraphs):
         return self._graph(("tail", rows), learn, run)
 
     def _last(self, rows: int) -> torch.Tensor:
-        """The last norm and the output matrix for the first so many rows of those wanted."""
+        """The final norm and the LM head, for the first `rows` of the rows whose logits are requested."""
         states = self.states.index_select(0, self.last[:rows])
         compiled = self.graphs.compiled
         assert compiled is not None
-        with one_index(self.stack), compiled.beside(self.stack, self.rows_kind):  # for its bound on compilations
+        with one_index(self.stack), compiled.beside(self.stack, self.rows_kind):  # one_index raises the recompile limit
             return self._forward(lambda index, *_: self.stack.answer(index, states), rows)
 
     def _layer(self, index: int, rows: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ExactLayerGraphs(LayerGraphs):
         run, parts = compiled.function(repaired_at_once, rows=self.rows_kind), parts_in_blocks(repair)
 
         def repaired(hidden: torch.Tensor) -> torch.Tensor:
-            with one_index(self.stack):  # as above: there is a compilation for each shape of maps
+            with one_index(self.stack):  # for its recompile limit: each map shape is compiled separately
                 for other in self._learnt_from("map", *(part.shape for part in parts)):
                     run(self.states[:other], *parts)
                 found: torch.Tensor = run(hidden, *parts)
@@ -98,7 +98,7 @@ class ExactLayerGraphs(LayerGraphs):
         return repaired
 
     def _learnt_from(self, *kind: Any) -> tuple[int, ...]:
-        """Numbers of rows that this kind of pass has to run with before any other; nothing once it was asked."""
+        """The row counts that this kind of pass must run with first; empty from the second call on."""
         if kind in self._learnt:
             return ()
         self._learnt.add(kind)
@@ -106,9 +106,9 @@ class ExactLayerGraphs(LayerGraphs):
 
 
 def parts_in_blocks(repair: Repair) -> tuple[torch.Tensor, ...]:
-    """What `repaired_at_once` takes behind the state, ranks and neurons filled up with zeros to whole blocks.
+    """The arguments of `repaired_at_once` after the state, with ranks and neurons zero-padded to whole blocks.
 
-    As parameters: dynamo would take the sizes of other tensors for free once two maps differ in them.
+    As parameters: dynamo would make the sizes of other tensors dynamic once two maps differ in them.
     """
     down, up = _filled(repair.down, 0), _filled(repair.up, 1)
     parts: list[torch.Tensor] = [down, up, repair.bias]

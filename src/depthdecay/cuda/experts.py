@@ -1,7 +1,7 @@
-"""Experts of passes over a few tokens, in place of transformers' own: by a kernel that keeps tokens apart.
+"""Mixture-of-experts layers for passes over a few tokens: replaces transformers' implementation with our kernel.
 
-transformers copies the matrices of the chosen experts for every token, or sorts tokens by expert: there a token's bits
-depend on what the others have chosen.
+transformers gathers the weights of the selected experts per token, or sorts tokens by expert. Either way a token's
+rounding depends on what the other tokens selected. Our kernel keeps tokens independent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from depthdecay.library_internals import are_gated_experts, experts_named, gated
 from depthdecay.model.devices import overlaps_kernels
 from depthdecay.model.layers import LayerStack
 
-_NAME = "depthdecay"  # among transformers' ways to run experts
+_NAME = "depthdecay"  # in transformers' registry of expert implementations
 
 
 def are_plain(module: Any) -> bool:
-    """Whether a module holds experts as Mixtral's, in shapes that our kernel takes."""
+    """Whether a module holds Mixtral-style experts in shapes that our kernel supports."""
     from depthdecay.cuda.kernels.expert_products import takes_experts
 
     return are_gated_experts(module) and all(map(takes_experts, module.parameters(recurse=False)))
@@ -29,8 +29,8 @@ def are_plain(module: Any) -> bool:
 
 @functools.cache
 def _apart() -> Callable[..., torch.Tensor]:
-    """Made once, since compiled layers know it by its identity."""
-    overlap = overlaps_kernels()  # asked here, since a compiled layer would trace the question
+    """Cached, because compiled layers guard on the function's identity."""
+    overlap = overlaps_kernels()  # queried out here: a compiled layer would trace the call
 
     def forward(
         module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -48,7 +48,7 @@ def _apart() -> Callable[..., torch.Tensor]:
 
 @contextlib.contextmanager
 def experts_apart(stack: LayerStack) -> Iterator[None]:
-    """While open, this model's experts run by our kernel, if it has any and the kernel takes them all."""
+    """While open, this model's experts run with our kernel, if it has any and the kernel supports all of them."""
     modules = [module for layer in stack.layers for module in layer.modules() if hasattr(module, "has_gate")]
     if not modules or not all(map(are_plain, modules)):
         yield

@@ -1,6 +1,6 @@
-"""Puts our kernels for products into a compiled layer by rewriting its traced graph.
+"""An inductor pass that replaces matrix products in a compiled layer's FX graph with our kernels.
 
-So they serve every architecture, and no modelling code is touched.
+It works for every architecture, without touching modelling code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _GraphPass: Any = internals.graph_pass_class()
 
 
 class GemvPass(_GraphPass):
-    """Replaces matrix products with one row by `gemv`, those that share their input by one call.
+    """Replaces matrix products with one row by `gemv`; products that share an input become one call.
 
-    With rows "few", products with 2 to 16 rows are replaced too, by `skinny_gemm`; with "any", all are.
+    With rows "few", products with 2 to 16 rows are replaced by `skinny_gemm` as well; with "any", all are.
     """
 
     def __init__(self, overlap: bool, rows: Literal["one", "few", "any"] = "one") -> None:
@@ -42,14 +42,14 @@ class GemvPass(_GraphPass):
         graph.eliminate_dead_code()
 
     def _is_skinny(self, product: fx.Node) -> bool:
-        """Whether a product goes to `skinny_gemm`; else it has one row and goes to `gemv`, which sums otherwise."""
+        """Whether a product uses `skinny_gemm`. Otherwise it has one row and uses `gemv`, which sums differently."""
         return self.rows == "any" or not _is_one(_vector_of(product).meta["val"])
 
     def _fits(self, product: fx.Node, weight: torch.Tensor) -> bool:
         if not self._is_skinny(product):
             return True
         count = _vector_of(product).meta["val"].shape[0]
-        # A number of rows that is a symbol stands for the sizes of verifications, which are few.
+        # In a "few" compilation a symbolic number of rows is the width of a verification, which is at most 16.
         few = self.rows == "few" and (isinstance(count, torch.SymInt) or count <= gemv.MOST_ROWS)
         return (few or self.rows == "any") and gemv.is_even(weight)
 
@@ -76,7 +76,7 @@ class GemvPass(_GraphPass):
                 part.meta["val"] = joined.meta["val"][:, start : start + width]
                 start += width
                 if product.target is torch.ops.aten.addmm.default:
-                    with graph.inserting_before(product):  # a bias may be computed later than the first product
+                    with graph.inserting_before(product):  # the bias may be computed after the first product
                         biased = graph.call_function(torch.ops.aten.add.Tensor, (part, product.args[0]))
                     biased.meta["val"] = product.meta["val"]
                     part = biased
@@ -86,7 +86,7 @@ class GemvPass(_GraphPass):
 
     def uuid(self) -> Any:
         return internals.files_key(
-            # Traced graphs hold the parts that both kinds of products come in; the last two say where kernels wait.
+            # All files that shape the generated code: product kernels and their tilings, and where kernels wait.
             (__file__, gemv.__file__, expert_products.__file__, waiting.__file__, internals.__file__),
             extra=f"{self.overlap} {self.rows}",
         )
@@ -99,7 +99,7 @@ def _vector_of(node: fx.Node) -> fx.Node:
 
 
 def _source_of(node: fx.Node) -> fx.Node:
-    """The tensor behind reshapes: each product comes with its own view of the same vector."""
+    """The tensor before any reshapes: each product has its own view of the same vector."""
     views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
     while node.target in views and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -107,7 +107,7 @@ def _source_of(node: fx.Node) -> fx.Node:
 
 
 def _weight_of(node: fx.Node) -> fx.Node | None:
-    """The (rows, columns) matrix of a product that our kernels can do; else None."""
+    """The (rows, columns) weight of a product that our kernels support, else None."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return None
     if node.target is torch.ops.aten.addmm.default and node.kwargs:

@@ -1,13 +1,12 @@
-"""Passes as CUDA graphs of single layers: one for each layer and number of rows, replayed one behind the other.
+"""CUDA graphs of single layers: one per layer and number of rows, replayed in sequence.
 
-A graph of a whole step would be needed for every profile of depths, and there are as many as there are batches. Graphs
-of layers fit them all: as many as layers, times a few numbers of rows. To start one takes the host far less than the
-device needs for a layer of 7B, about 100 µs. Numbers of rows are rounded up, since a layer takes as long as its weights
-do: rows beyond the layer's own keep their state, write their keys where nobody reads, and look at nothing. So no row
-changes another.
+Whole-step graphs would need one per combination of row depths, practically one per batch. Layer graphs cover them all:
+the number of layers times a few row counts. Launching one costs the host far less than the roughly 100 µs that the
+device needs for a layer of a 7B model. Row counts are rounded up, since a layer takes as long as reading its weights.
+Padding rows keep their state, write their keys to a scratch position, and attend to nothing. So no row affects another.
 
-Every row is one token. A few tokens of a prompt are a few rows: keys are written before any row looks, and each looks
-no further than its own position. So prompts are read within the steps of the others.
+Every row is one token. A few tokens of a prompt are a few rows: all keys are written before any row attends, and each
+row attends up to its own position. So prompts are prefilled within the decode steps of other requests.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ _NUMBERS = itertools.count()
 
 
 class _LastLayer(Exception):
-    """All that comes before the layers, and what each of them is called with, is known."""
+    """Stops the forward: everything before the layers has run, and each layer's arguments are recorded."""
 
 
 def bucket_of(rows: int) -> int:
-    """The number of rows that a graph has for so many: a power of two, from 64 on a multiple of 64."""
+    """The row count of the graph that runs so many rows: a power of two, above 64 a multiple of 64."""
     return -(-rows // 64) * 64 if rows > 64 else 1 << (rows - 1).bit_length()
 
 
 class PagedLayer(CacheLayerMixin):
-    """Keeps a layer's new keys and values until attention asks; a compiled layer is given this as its whole cache."""
+    """Holds a layer's new keys and values until attention runs. A compiled layer gets this as its whole cache."""
 
     is_croppable = False
     is_sliding = False
@@ -76,15 +75,15 @@ class PagedLayer(CacheLayerMixin):
 
 
 class LayerGraphs:
-    """Passes over single-token rows as graphs that are captured when first needed, all in one pool of memory.
+    """Passes over single-token rows as graphs that are captured on first use, all in one memory pool.
 
-    What cannot be captured raises `NotCapturable`.
+    Raises `NotCapturable` if something cannot be captured.
     """
 
-    exact = False  # whether a row's bits are its own: `cuda/exact_layer_graphs`
+    exact = False  # whether results are batch-invariant: `cuda/exact_layer_graphs`
     rows_kind: Rows = "many"  # how layers are compiled
-    states: torch.Tensor  # of every row, between layers
-    places: torch.Tensor  # (layer, row): where the row's new key goes
+    states: torch.Tensor  # hidden states of all rows, between layers
+    places: torch.Tensor  # (layer, row): where the row's new key is written
     logits: torch.Tensor
 
     def __init__(
@@ -100,11 +99,11 @@ class LayerGraphs:
         }
         self.cache = Cache(layers=[PagedLayer(self, layer) for layer in range(stack.num_layers)])
         self.asking: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
-        self.attention = torch.compiler.disable(self._attend)  # one object: compiled layers know it by its identity
-        self.name = f"depthdecay_rows_{next(_NUMBERS)}"  # of its own: another model's may be known at the same time
+        self.attention = torch.compiler.disable(self._attend)  # stored: compiled layers guard on its identity
+        self.name = f"depthdecay_rows_{next(_NUMBERS)}"  # unique: another model's may be registered at the same time
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._warm: set[tuple[Any, ...]] = set()
-        # Graphs read and write at fixed addresses: all that changes from step to step lies in these two tensors.
+        # Graphs read and write at fixed addresses: everything that changes between steps is in these two tensors.
         self.device = primary_device(stack.model)
         layers, depths = stack.num_layers, stack.num_layers + 1
         sizes = [self.rows] * 4 + [layers, depths, depths]
@@ -117,23 +116,23 @@ class LayerGraphs:
         self.paged = Paged(self.table, self.slots, self.positions, self.counts)
         self.order = torch.arange(self.rows, device=self.device)
         self.scratch = torch.tensor([blocks.store(layer).scratch for layer in range(layers)], device=self.device)
-        self.mask = torch.ones((self.rows, 1), dtype=torch.long, device=self.device)  # so that no model looks for one
+        self.mask = torch.ones((self.rows, 1), dtype=torch.long, device=self.device)  # so that no model builds one
 
     def takes(self, tokens: int) -> bool:
         return tokens <= self.rows
 
     def bucket(self, rows: int) -> int:
-        """The number of rows that a graph has for so many."""
+        """The row count of the graph that runs so many rows."""
         return bucket_of(rows)
 
     @property
     def buckets(self) -> list[int]:
-        """All of them, the largest first."""
+        """All row counts, largest first."""
         return sorted({self.bucket(rows) for rows in range(1, self.rows + 1)}, reverse=True)
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
-        """Nothing here waits for the device."""
+        """Run a pass without synchronizing with the device."""
         profile, tokens = Profile.of(parts), Tokens.of(parts)
         with self._on_device(), self.stack.exclusive():
             self._send(tokens, profile)
@@ -150,12 +149,12 @@ class LayerGraphs:
             return Said(self._behind_layers(len(tokens.wanted)), profile.counts, states=states)
 
     def _behind_layers(self, wanted: int) -> torch.Tensor:
-        """The logits of the tokens wanted."""
+        """The requested logits."""
         self._frame_graph("tail", self._tail).replay()
         return self.logits.index_select(0, self.last[:wanted])
 
     def capture_layers(self) -> None:
-        """Capture every layer's graphs ahead; with no row in any layer they write nothing that is read."""
+        """Capture every layer's graphs ahead of time. No row is active, so nothing that they write is ever read."""
         with torch.no_grad(), self._on_device(), self.stack.exclusive():
             self.inputs.zero_()
             self._frame_graph("head", self._head).replay()
@@ -164,13 +163,13 @@ class LayerGraphs:
                     self._layer_graph(layer, rows)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Streams and graphs are the current device's, which need not be the model's."""
+        """Streams and graphs belong to the current device, which may not be the model's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _send(self, tokens: Tokens, profile: Profile) -> None:
-        """Everything that the step's graphs read, in one copy, and the tables of rows that got new blocks in another.
+        """Upload all inputs of the step's graphs in one copy, and the block tables that have grown in another.
 
-        From fresh pinned memory each time: torch gives such memory out again only when the copy has been made.
+        From fresh pinned memory each time: torch's allocator reuses a pinned block only once its copy has completed.
         """
         assert len(tokens.ids) <= self.rows
         starts, helds = [0] * len(self.starts), [0] * len(self.helds)
@@ -188,7 +187,7 @@ class LayerGraphs:
             self.blocks.extended.clear()
 
     def _copy(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
-        """Start to copy from the host; to a new tensor where no target is given."""
+        """Start an asynchronous copy from the host; without a target, to a new tensor."""
         if self.device.type == "cuda":
             source = source.pin_memory()
         if target is None:
@@ -203,14 +202,14 @@ class LayerGraphs:
         return found
 
     def _frame_graph(self, name: str, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What comes before the layers, or behind them."""
+        """The part of the model before its layers, or after them."""
         return self._graph((name,), run, run)
 
     def _layer_graph(self, layer: int, rows: int) -> torch.cuda.CUDAGraph:
         found: torch.cuda.CUDAGraph | None = self.graphs.by_key.get(("layer", layer, rows))
         if found is not None:
             return found
-        # What runs inside a capture must have run before; layers of a kind run the same.
+        # Everything captured must have run once before (compilation, autotuning); one layer per kind is enough.
         kind = type(self.stack.layers[layer]), self.stack.windows[layer], rows, self.graphs.compiled is None
 
         def warm_up() -> None:
@@ -234,7 +233,7 @@ class LayerGraphs:
         repair = self.maps[depth][layer]
 
         def repaired() -> tuple[torch.Tensor, torch.Tensor]:
-            where = self.order[:rows] + self.starts[depth]  # may reach beyond the rows, where `states` goes on
+            where = self.order[:rows] + self.starts[depth]  # may exceed the rows: `states` has twice as many
             own = self.states.index_select(0, where)
             return where, torch.where(self._is_own(rows, self.helds[depth]), repair(own), own)
 
@@ -249,7 +248,7 @@ class LayerGraphs:
         return own.view(-1, *[1] * (self.states.dim() - 1))
 
     def _head(self) -> None:
-        """Where new keys go, and the model's forward as far as its layers, with a note of what each is called with."""
+        """Compute where new keys go, and run the model's forward up to its layers, recording each layer's arguments."""
         block = self.table[self.slots, :, self.positions // BLOCK].long()  # (row, layer)
         places = (block * BLOCK + (self.positions % BLOCK).unsqueeze(1)).t()
         self.places = torch.where(self.order < self.counts.unsqueeze(1), places, self.scratch.unsqueeze(1))
@@ -257,11 +256,11 @@ class LayerGraphs:
         def note(index: int, _layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             if index == 0:
-                if not hasattr(self, "states"):  # once, ahead of the capture
+                if not hasattr(self, "states"):  # during warm-up, before the capture
                     self.states = hidden.new_zeros((2 * self.rows, *hidden.shape[1:]))
                 self.states[: self.rows].copy_(hidden)
             elif hidden.data_ptr() != self.states.data_ptr():
-                raise RuntimeError("the model changes states between its layers")
+                raise RuntimeError("the model changes hidden states between its layers, so they cannot run one by one")
             self.calls[index] = args, kwargs
             if index == self.stack.num_layers - 1:
                 raise _LastLayer
@@ -271,17 +270,17 @@ class LayerGraphs:
             self._forward(note)
 
     def _tail(self) -> None:
-        """The model's forward behind its layers. What comes before them runs once more, which is next to nothing."""
+        """The model's forward after its layers. The part before them runs again, which costs next to nothing."""
         self.logits = self._forward(lambda index, *_: self.stack.answer(index, self.states[: self.rows]))
 
     def _forward(self, run_layer: Callable[..., Any], rows: int | None = None) -> torch.Tensor:
-        """The model's own forward over the first so many rows, or all, with something else in its layers' place."""
+        """The model's own forward over the first `rows` rows, or all, with its layers replaced by `run_layer`."""
         tokens, positions, mask = (own[:rows] for own in (self.tokens, self.positions, self.mask))
         layer_pass = LayerPass(run_layer=run_layer)
         return self.stack.run(layer_pass, tokens.unsqueeze(1), mask, self.cache, positions.unsqueeze(1))[:, -1]
 
     def _layer(self, index: int, rows: int) -> torch.Tensor:
-        """The states behind a layer of the first so many rows."""
+        """A layer's output for the first `rows` rows."""
         args, kwargs = first_rows(self.calls[index], rows, self.rows)
         own = self.states[:rows]
         if args:
@@ -291,41 +290,41 @@ class LayerGraphs:
         compiled = self.graphs.compiled
         if compiled is None:
             output = self.stack.layers[index](*args, **kwargs)
-        else:  # in a few compiled pieces around its attention
+        else:  # compiled in a few pieces: attention is a graph break
             args, kwargs = one_cache(args, kwargs, self.cache, self.cache.layers[index])
             with one_index(self.stack):
                 output = compiled.layer(self.stack, index, self.rows_kind, args, kwargs)
         if self.asking is not None:
-            raise RuntimeError("the model has an attention of its own")
+            raise RuntimeError("the model does not use transformers' attention interface, which our attention replaces")
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
 
     @contextlib.contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """While open, the model asks `_attend`, and builds no masks: transformers leaves them out for names like ours.
+        """While open, the model calls `_attend` and builds no masks: transformers skips them for unknown names.
 
-        Only models that have positions as an argument: the others would take all rows to be at the same one.
+        Only for models that take position ids: others would assume that all rows are at the same position.
         """
         if "position_ids" not in self.stack.forward_arguments:
-            raise NotCapturable("the model takes no positions")
+            raise NotCapturable("the model's forward takes no position_ids, which rows at different positions need")
         modules = [self.stack.model, *self.stack.owner.modules()]
         configs = list({id(module.config): module.config for module in modules if hasattr(module, "config")}.values())
         with contextlib.ExitStack() as undo:
             for config in configs:
                 undo.enter_context(attention_named(config, self.name))
             undo.enter_context(attention_registered(self.name, self.attention))
-            undo.enter_context(optimized_for_decoding(self.stack.model))  # else experts wait for the device
+            undo.enter_context(optimized_for_decoding(self.stack.model))  # without it, experts synchronize
             self.asking = None
             yield
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        """A row's new key goes to its place, then the row looks at all of them."""
+        """Write each row's new key and value, then attend to all positions up to the row's own."""
         asking, self.asking = self.asking, None
         softcap = kwargs.pop("softcap", None)
         if asking is None or asking[1].data_ptr() != key.data_ptr() or mask is not None or not is_plain(kwargs):
-            raise RuntimeError("the model's attention is more than a softmax over the text so far")
+            raise RuntimeError("the model's attention is not a plain causal softmax, which is all that our kernel does")
         layer = asking[0].layer
         store, window = self.blocks.store(layer), self.stack.windows[layer]
         places = self.places[layer, : key.shape[0]]

@@ -1,7 +1,7 @@
-"""Passes as CUDA graphs of a whole pass: one text, or several in lock-step, with keys and values side by side.
+"""CUDA graphs of whole passes: one text, or several in lock-step, with a contiguous KV cache.
 
-A graph is captured when a pass first needs it, one for each depth, number of tokens and bucket of positions. It reads
-tokens and positions on the device and advances them itself, so the host only says which graph is next.
+A graph is captured when a pass first needs it, one per depth, number of tokens and bucket of positions. It reads tokens
+and positions on the device and advances them itself, so the host only chooses which graph to replay next.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from depthdecay.runners.contract import PLAIN, Ask, Part, Said
 @dataclass(frozen=True)
 class Captured:
     graph: Any
-    layer_pass: LayerPass  # what it noted while it was captured
+    layer_pass: LayerPass  # its record of the captured pass
 
 
 def apart(positions: torch.Tensor) -> torch.Tensor:
-    """Position ids in memory of their own: beside a view of the same columns dynamo fixes the number of tokens."""
+    """Position ids in separate memory: if they alias another input, dynamo specializes on the number of tokens."""
     return positions.unsqueeze(0).clone()
 
 
 def _twice(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A single token as two at the same position, and their position ids."""
+    """A single token repeated at the same position, with position ids."""
     return ids.repeat(1, 2), positions.repeat(2), apart(positions.repeat(2))
 
 
 class PassGraphs:
-    """A `Runner` for texts that go on in lock-step: their prompts, then single tokens at one depth.
+    """A `Runner` for texts in lock-step: their prompts, then single tokens at one depth.
 
-    Where a model cannot be captured (a layer that synchronises), steps go on eagerly, and a warning says so.
+    If a model cannot be captured (a layer synchronizes), steps run eagerly, with a warning.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PassGraphs:
         self.cache = PlannedCache(list(rooms), stack.windows)
         self.layer_pass = LayerPass()
         self.takes_whole_masks = stack.takes_whole_masks
-        # Tensors that graphs have captured must stay where they are: made once and then refilled.
+        # Graphs hold the addresses of these tensors, so they are allocated once and then refilled.
         device = primary_device(stack.model)
         self.batch, self.room = batch, max(rooms)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
@@ -77,7 +77,7 @@ class PassGraphs:
         self.padding = torch.ones((batch, self.room), dtype=torch.bool, device=device)
         self.first = torch.zeros(batch, dtype=torch.long, device=device)  # column of each text's first token
         self.logits: torch.Tensor | None = None
-        self.changing = [self.position, self.tokens, self.position_ids]  # by passes, besides what they write anew
+        self.changing = [self.position, self.tokens, self.position_ids]  # state that passes advance in place
 
     @property
     def cache_bytes(self) -> int:
@@ -88,7 +88,7 @@ class PassGraphs:
         return self.cache.nbytes_uniform
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether so many positions of each layer fit."""
+        """Whether every layer's cache is large enough for so many positions."""
         return all(need <= layer.room for need, layer in zip(needs, self.cache.planned, strict=True))
 
     @property
@@ -97,7 +97,7 @@ class PassGraphs:
 
     @property
     def inexact(self) -> str | None:
-        """Why a token's bits may depend on how many run with it; None where they do not."""
+        """Why a token's result may depend on how many run with it; None if it does not."""
         if self.batch > 1:
             return BATCHED
         exactness = self._exactness
@@ -111,7 +111,7 @@ class PassGraphs:
         return self.graphs.compiled.exactness
 
     def _rows_of(self, tokens: int) -> Rows:
-        """How a pass over so many tokens of each text is compiled."""
+        """How a pass over so many tokens per text is compiled."""
         return "few" if tokens > 1 or self.inexact is None else "one"
 
     @torch.no_grad()
@@ -123,13 +123,13 @@ class PassGraphs:
         return self._step(parts, ask)
 
     def _read(self, parts: Sequence[Part], ask: Ask) -> Said:
-        """The prompts, padded on the left, through all layers by the model's own forward."""
+        """Prefill: the prompts, padded on the left, through all layers with the model's own forward."""
         prompt = Prompt.pad([list(part.tokens) for part in parts], 0, self.tokens.device)
         self.cache.clock.filled = 0
         self.cache.on_device(None)
         self.position.fill_(prompt.length)
         self.position_ids.copy_(prompt.position_ids[:, -1:] + 1)
-        # Always given to steps, also where nothing is padded: some models otherwise read a length off the device.
+        # Steps always get a mask, even without padding: some models otherwise read a length from the device.
         self.padding.fill_(True)
         self.first.zero_()
         if prompt.mask is not None:
@@ -175,13 +175,13 @@ class PassGraphs:
         return self._said(parts, ask, logits, self.layer_pass)
 
     def go_to(self, depth: int) -> None:
-        """The next pass runs at this depth."""
+        """Set the depth of the next pass."""
         self.layer_pass.dropped = frozenset(self.plan.dropped(depth))
         self.layer_pass.repairs = self.repairs.at(depth)
         self.layer_pass.executed.clear()
 
     def _one_token(self, bucket: int, ask: Ask) -> torch.Tensor:
-        """The body of a step: every text's next token, which the graph then feeds to itself."""
+        """The body of a step: the next token of every text, which the graph feeds back to itself."""
         if self.inexact is None:
             logits = self.several(self.tokens, self.position, bucket, ask)[:, -1]
         else:
@@ -190,17 +190,17 @@ class PassGraphs:
         if self.logits is None:
             self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
-        # Greedy decoding feeds itself; a sampler overwrites this before the next replay.
+        # Greedy decoding feeds itself; a sampler overwrites the token before the next replay.
         self.tokens.copy_(logits.argmax(dim=-1, keepdim=True))
         self.position += 1
         self.position_ids += 1
         return logits
 
     def several(self, ids: torch.Tensor, positions: torch.Tensor, bucket: int, ask: Ask = PLAIN) -> torch.Tensor:
-        """The logits of some tokens of the one text (1, tokens), at these positions.
+        """The logits of tokens (1, tokens) of the one text, at these positions.
 
-        A single one runs twice where bits must not depend on how many there are: torch compiles a size of 1 for itself.
-        Both see and write the same, since the mask goes by their positions.
+        Where results must not depend on the number of tokens, a single token runs twice, since torch specializes on a
+        size of 1. Both copies read and write the same cache entries, as both are at the same position.
         """
         tokens = ids.shape[1]
         if tokens == 1 and self.inexact is None:
@@ -220,9 +220,9 @@ class PassGraphs:
         body: Callable[[], torch.Tensor],
         tokens: int | None = None,
     ) -> Captured:
-        """The graph of a pass, captured now if none has been yet. `body` runs it and gives its logits.
+        """The graph of a pass, captured on first use. `body` runs the pass and returns its logits.
 
-        `tokens`: of each text; None for a draft, a single token whose bits do not matter.
+        `tokens`: per text; None for a draft, a single token whose rounding does not matter.
         """
         if key not in self.graphs.by_key:
             with self.stack.exclusive():
@@ -246,10 +246,10 @@ class PassGraphs:
                 return body()
 
         def warm_up() -> None:
-            """Ahead of the capture; the first compiled pass of a kind is held against the plain layers.
+            """Before capture, check the first compiled pass of a kind against the plain layers.
 
-            Compiled layers all have the same index, and one that used it for more than the cache would be wrong
-            without a word.
+            Compiled layers share one index. A layer that uses it for anything besides the cache would be silently
+            wrong.
             """
             if self.graphs.compiled is None:
                 if self.graphs.capturer.pool is None:
@@ -268,7 +268,7 @@ class PassGraphs:
         return Captured(graph, self.layer_pass.noted())
 
     def _try_bits(self) -> None:
-        """Once, hold a pass over as many tokens as there may be against the same tokens in smaller passes."""
+        """Once, compare a pass over the largest number of tokens bitwise with the same tokens in smaller passes."""
         exactness = self._exactness
         if self.inexact is not None or exactness is None or exactness.tried:
             return
@@ -294,7 +294,7 @@ class PassGraphs:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Passes inside leave no trace; keys and values that they write will be written again."""
+        """Restores the state that passes advance. Cache entries they write will be overwritten anyway."""
         before = [tensor.clone() for tensor in self.changing]
         try:
             yield
@@ -304,7 +304,7 @@ class PassGraphs:
 
     @contextlib.contextmanager
     def _decoding_layout(self, bucket: int) -> Iterator[None]:
-        """Passes inside go by the device's clock, over the first `bucket` positions."""
+        """Passes inside take their position from the device and attend to the first `bucket` positions."""
         self.cache.on_device(self.position, bucket)
         try:
             with optimized_for_decoding(self.stack.model), attention_in_steps(self.stack):
@@ -314,7 +314,7 @@ class PassGraphs:
 
     @contextlib.contextmanager
     def _compiled(self, rows: Rows) -> Iterator[None]:
-        """Compiled layers, where asked for."""
+        """Run the layers compiled, if compilation is on."""
         if self.graphs.compiled is None:
             yield
             return
@@ -323,13 +323,13 @@ class PassGraphs:
             yield
 
     def mask(self, bucket: int, columns: torch.Tensor) -> torch.Tensor:
-        """What the model is given to mask by; from padding alone it makes masks itself, in a dozen small kernels."""
+        """The mask to give the model. Given padding only, the model builds a mask itself, in a dozen small kernels."""
         if not self.takes_whole_masks:
             return self.padding[:, :bucket]
         spans: torch.Tensor = self.as_few_kernels(spans_of)(self.first, columns)
         return spans
 
     def as_few_kernels(self, plain: Callable[..., Any], rows: Rows = "one") -> Callable[..., Any]:
-        """Compiled wherever layers are: generated kernels are safe to overlap only if they are made in that place."""
+        """Compiled if the layers are: generated kernels overlap safely only when compiled while layers are routed."""
         inside = self.layer_pass.run_layer is not None
         return self.graphs.compiled.function(plain, rows=rows) if inside and self.graphs.compiled is not None else plain

@@ -1,1 +1,1 @@
-"""Kernels in Triton: products with few rows, attention of a few tokens."""
+"""Triton kernels: matrix products with few rows, attention for a few tokens."""

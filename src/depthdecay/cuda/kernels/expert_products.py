@@ -1,8 +1,8 @@
-"""Products of tokens with the matrices of the experts that each has chosen, in one launch and without asking the host.
+"""Products of tokens with the weights of their selected experts, in one launch and without synchronizing.
 
-A program takes some rows of one expert's matrix and 16 tokens. A token that has not chosen the expert is a row of zeros
-in its place, and an expert that none of them has chosen is not read. So a token's bits do not depend on the others, nor
-on what they chose, and every weight is read once for 16 tokens.
+A program takes some rows of one expert's matrix and 16 tokens. Tokens that did not select the expert are masked to rows
+of zeros, and experts that no token selected are not read. So a token's result depends neither on the other tokens nor
+on what they selected, and each weight is read once per 16 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernel
     triton = None
 
 if triton is not None:
-    # One binary for every number of tokens, so that bits do not depend on it.
+    # `count` is not specialized: one binary for every number of tokens, so results do not depend on it.
     @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
     def _expert_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
@@ -57,7 +57,7 @@ if triton is not None:
         is_this = (chosen == expert).to(tl.int32)
         inside = tl.max(is_this, 1) > 0
         if tl.max(tl.max(is_this, 1), 0) > 0:
-            pair = token * CHOICES + tl.sum(is_this * choice[None, :], 1)  # a token chooses an expert once
+            pair = token * CHOICES + tl.sum(is_this * choice[None, :], 1)  # a token selects an expert at most once
             source = (pair if EACH else token).to(tl.int64)
             start = split * part
             weight = (expert.to(tl.int64) * rows + row) * columns + start
@@ -75,7 +75,7 @@ if triton is not None:
 
 
 def expert_tiling(weights: torch.Tensor) -> Tiling:
-    """As for one expert's matrix: what others are chosen must not change the order of sums."""
+    """The tiling for a single expert's matrix: which experts are selected must not change the summation order."""
     return tiling([weights[0]])
 
 
@@ -83,10 +83,10 @@ def expert_tiling(weights: torch.Tensor) -> Tiling:
 def expert_products(
     x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, each: bool, overlap: bool
 ) -> torch.Tensor:
-    """For each token and each expert that it has chosen (tokens, choices), a vector times that expert's matrix.
+    """For each token and each of its selected experts (tokens, choices), a vector times that expert's matrix.
 
-    weights (experts, rows, columns). x is a vector a token, or with `each` one for every choice, the choices of a token
-    beside each other. The answer is (parts, tokens * choices, rows), as of `skinny_gemm`.
+    weights (experts, rows, columns). x has one vector per token, or with `each` one per choice, the choices of a token
+    adjacent. Returns split-K parts (parts, tokens * choices, rows) to be summed, as `skinny_gemm` does.
     """
     if x.is_cuda:
         return multiply_by_experts(x, chosen, weights, each, overlap)
@@ -98,7 +98,7 @@ def expert_products(
 def multiply_by_experts(
     x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, each: bool, overlap: bool
 ) -> torch.Tensor:
-    """Start the kernel of `expert_products`."""
+    """Launch the kernel of `expert_products`."""
     (count, choices), (experts, rows, columns) = chosen.shape, weights.shape
     tile = expert_tiling(weights)
     y = torch.empty((tile.parts, count * choices, rows), dtype=torch.float32, device=x.device)
@@ -133,5 +133,5 @@ def _(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, each: bool, 
 
 
 def takes_experts(weights: torch.Tensor) -> bool:
-    """Whether the kernel can multiply by these matrices."""
+    """Whether the kernel supports these matrices."""
     return weights.dim() == 3 and weights.shape[1] % LOW.rows == 0 and is_even(weights[0]) and weights.is_contiguous()

@@ -1,9 +1,9 @@
-"""Matrix times one vector, or a few, at the speed of memory: what a layer is made of when one sequence decodes.
+"""Matrix times one vector, or a few, at memory bandwidth: most of a layer's work when a single sequence decodes.
 
-cuBLAS reaches 63 to 94% of an H200's copy bandwidth on these shapes and one launch per matrix; the kernel here 80 to
-100%, with one launch for all matrices that read the same vector (query, key and value; gate and up). A second kernel
-does the same for the few tokens of a verification, and for the rows of a batch where no row may change another's bits.
-`cuda/gemv_pass` puts them into compiled layers.
+On these shapes cuBLAS reaches 63 to 94% of an H200's copy bandwidth, with one launch per matrix. The kernel here
+reaches 80 to 100%, with one launch for all matrices that share an input (query, key and value; gate and up). A second
+kernel does the same for the few tokens of a verification, and for batches that must be batch-invariant.
+`cuda/gemv_pass` inserts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernel
     triton = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_MATRICES = 4  # that one launch can serve
-BLOCK = 1024  # columns a program reads at once; with 4 warps within 1% of the best of 40 settings on every shape tried
+MOST_MATRICES = 4  # per launch
+BLOCK = 1024  # columns per load of a program; with 4 warps within 1% of the best of 40 configurations on every shape
 
-MOST_ROWS = 16  # of a few: what one tensor-core tile holds
-MOST_TILES = 4  # of 16 vectors in one program
-SKINNY_COLUMNS = 64  # of which a matrix needs a multiple; a program reads twice as many at once where it can
-# Programs that an H200's 132 processors hold at once of the tall tile, and how many of the low one columns are split
-# for: what does not fit into one turn leaves processors idle in the next.
+MOST_ROWS = 16  # vectors in one tensor-core tile
+MOST_TILES = 4  # of 16 vectors, per program
+SKINNY_COLUMNS = 64  # a matrix needs a multiple of this many columns; a program loads twice as many where it can
+# Grid sizes for an H200's 132 SMs: the tall tile is used where all its programs are resident at once, and with the low
+# tile columns are split (split-K) up to this many programs. A partial second wave would leave SMs idle.
 TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
-# What follows a split product sums its parts on its way; with 7 of them that took longer than the split saved.
+# The consumer of a split-K product sums its parts; with 7 parts that took longer than the split saved.
 MOST_PARTS = 5
-AHEAD = 2  # lines of 128 bytes of each weight row that a program fetches while the kernel before still runs
-LEAST_BLOCKS = 3  # of columns in a part: fewer, and loads have no time to overlap
-# Of products in 32 bits: three on tensor cores, with an error like that of one on CUDA cores (2**-22 a number), which
-# would take longer for 16 vectors than their weights take to come.
+AHEAD = 2  # 128-byte lines of each weight row that a program prefetches while the preceding kernel still runs
+LEAST_BLOCKS = 3  # blocks of columns per part: with fewer, loads cannot be pipelined
+# For float32: three TF32 products on tensor cores, about as accurate as one on CUDA cores (2**-22 per element). On CUDA
+# cores, multiplying 16 vectors would take longer than reading the weights.
 PRECISION = "tf32x3"
 
 if triton is not None:
@@ -67,7 +67,7 @@ if triton is not None:
             w_ptr = w1_ptr + (row - end0) * columns
         lanes = tl.arange(0, BLOCK)
         inside = lanes < columns
-        # Weights do not depend on the kernel before, so their first block is on its way while that one still ends.
+        # Weights do not depend on the preceding kernel, so their first block loads while that one still finishes.
         if EVEN:
             w = tl.load(w_ptr + lanes, eviction_policy="evict_first")
         else:
@@ -90,7 +90,7 @@ if triton is not None:
 
     @triton.jit
     def _rows_times(x_ptrs, vector, columns, count, weights, total, TILE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Add to the sums what 16 vectors give: always as many, since a larger tile may run by other instructions."""
+        """Accumulate 16 vectors. Always a tile of 16: for a larger one Triton may pick a different MMA instruction."""
         vector += TILE * 16
         x = tl.load(x_ptrs + TILE * 16 * columns, mask=vector[:, None] < count, other=0.0)
         return tl.dot(x, weights, total, input_precision=PRECISION)
@@ -100,8 +100,8 @@ if triton is not None:
         vector += TILE * 16
         tl.store(y_ptrs + TILE * 16 * rows, total, mask=(vector[:, None] < count) & inside[None, :])
 
-    # Not specialised by the number of rows: one binary for all of them, so that a row's bits do not depend on it.
-    # Beyond 16 a program takes several tiles of them, each with sums of its own, in the same order.
+    # `count` is not specialized: one binary for every number of rows, so a row's result does not depend on it. Beyond
+    # 16 rows a program takes several tiles, each with its own accumulator, summed in the same order.
     @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
     def _skinny_gemm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
@@ -136,14 +136,14 @@ if triton is not None:
             w_ptr = w1_ptr + (row - end0) * columns
         outputs = tl.arange(0, ROWS)
         lanes = tl.arange(0, COLUMNS)
-        vector = tl.program_id(0) * (TILES * 16) + tl.arange(0, 16)  # neighbours read the same weights: one from L2
+        vector = tl.program_id(0) * (TILES * 16) + tl.arange(0, 16)  # fastest axis: neighbours share weights in L2
         start = tl.program_id(2) * part
         w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * columns + start + lanes[None, :]
         x_ptrs = x_ptr + vector[:, None].to(tl.int64) * columns + start + lanes[None, :]
         inside = row + outputs < rows
         if PDL:
             gdc_launch_dependents()
-            if AHEAD > 0:  # weights do not depend on the kernel before: their first lines of 128 bytes are fetched
+            if AHEAD > 0:  # weights do not depend on the preceding kernel: prefetch their first 128-byte lines
                 ahead = tl.minimum(tl.arange(0, AHEAD) * LINE, part - LINE)
                 lines = w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :]
                 tl.inline_asm_elementwise(
@@ -183,7 +183,7 @@ if triton is not None:
 
 
 def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """As many matrices as a kernel takes, the first again for those that are missing, and where each one's rows end."""
+    """Pads the matrices to `MOST_MATRICES` by repeating the first, and gives the output row where each one ends."""
     ends = list(accumulate(weight.shape[0] for weight in weights))
     missing = MOST_MATRICES - len(weights)
     return [*weights, *[weights[0]] * missing], [*ends, *[ends[-1]] * missing][: MOST_MATRICES - 1]
@@ -191,9 +191,9 @@ def _side_by_side(weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], 
 
 @torch.library.custom_op("depthdecay::gemv", mutates_args=())
 def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
-    """x (1, columns) times the transpose of each weight (rows, columns), the results side by side.
+    """x (1, columns) times the transpose of each weight (rows, columns), with the results concatenated.
 
-    `overlap` lets the kernel start before the one ahead of it has ended (programmatic dependent launch).
+    `overlap` lets the kernel start before the preceding one has finished (programmatic dependent launch).
     """
     if not x.is_cuda:
         return torch.cat([x @ weight.t() for weight in weights], dim=1)
@@ -223,10 +223,10 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 
 class Tiling(NamedTuple):
-    """Of a product with a few rows: weight rows that a program takes, its warps and loads under way, in how many parts
-    columns come, and how many of them a program reads at once.
+    """How a product with a few rows is tiled: weight rows per program, its warps and pipeline stages, the number of
+    parts that columns are split into (split-K), and the columns per load.
 
-    It depends on the matrices alone: by another number of rows it would change the order of sums, and so the bits.
+    It depends on the matrices alone. If it depended on the number of vectors, so would the summation order.
     """
 
     rows: int
@@ -237,13 +237,13 @@ class Tiling(NamedTuple):
 
 
 TALL, LOW = Tiling(128, 4, 3, 1, 128), Tiling(32, 2, 5, 1, 128)
-SHARED_BYTES = 100_000  # that a program takes for what it loads: two of them fit into an H200's processor
+SHARED_BYTES = 100_000  # of shared memory per program for its loads: two programs fit on an H200's SM
 
 
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
-    """The tall tile where it fills the device in one turn, else the low one with columns split among programs."""
+    """The tall tile if it fills the device in one wave, else the low one with columns split among programs."""
     heights, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
-    # Twice the bytes a number, half the numbers at once.
+    # With 4-byte elements, half as many per load.
     wide = columns % LOW.columns == 0 and weights[0].element_size() == 2
     at_once = LOW.columns if wide else SKINNY_COLUMNS
     if all(height % TALL.rows == 0 for height in heights) and sum(heights) // TALL.rows in TALL_PROGRAMS:
@@ -255,14 +255,14 @@ def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
 
 
 def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tiling:
-    """How a program goes about several tiles of 16 vectors.
+    """The tiling for programs that take several tiles of 16 vectors.
 
-    Sums run along the columns of a part, one behind the other, so that bits depend on `parts` alone.
+    A part's columns are summed in sequence whatever the tile, so the result depends on `parts` alone.
     """
     if tiles == 1:
         return tile
     heights = [weight.shape[0] for weight in weights]
-    # The taller, the less often vectors are read, as long as every processor has a program.
+    # Taller tiles read the vectors less often. Use the tallest that still gives every SM a program.
     tall = [rows for rows in (128, 64) if all(height % rows == 0 for height in heights)]
     full = [rows for rows in tall if sum(heights) // rows * tile.parts >= TALL_PROGRAMS.start]
     rows = next(iter(full), tile.rows)
@@ -272,10 +272,10 @@ def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tili
 
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
 def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
-    """Rows of x (count, columns) times the transpose of each weight, the results side by side.
+    """Rows of x (count, columns) times the transpose of each weight, with the results concatenated.
 
-    In 32 bits and in parts (parts, count, rows) that are still to be summed: what follows does that on its way. No
-    row's bits depend on the others or on their number, of which there may be any; it is made for 16 and fewer.
+    Returns float32 split-K parts (parts, count, rows), which the consumer sums as part of its own kernel. Results are
+    batch-invariant: a row depends neither on the other rows nor on their number. Any number works; made for up to 16.
     """
     if x.is_cuda:
         return multiply(x, weights, overlap)
@@ -284,7 +284,7 @@ def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool)
 
 
 def multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
-    """Start the kernel of `skinny_gemm`."""
+    """Launch the kernel of `skinny_gemm`."""
     tile = tiling(weights)
     parts = tile.parts
     rows = sum(weight.shape[0] for weight in weights)
@@ -326,10 +326,10 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.
 
 
 def is_even(weight: torch.Tensor) -> bool:
-    """Whether a matrix divides into the blocks of `skinny_gemm`."""
+    """Whether a matrix divides into the column blocks of `skinny_gemm`."""
     return weight.shape[1] % SKINNY_COLUMNS == 0
 
 
 def can_join(weight: torch.Tensor) -> bool:
-    """Whether others can stand side by side with a matrix in one launch: a program's rows are all of one matrix."""
+    """Whether a matrix can share a launch with others: a program's rows must all belong to one matrix."""
     return weight.shape[0] % LOW.rows == 0

@@ -1,12 +1,12 @@
-"""Attention of single tokens over keys and values in blocks, on CUDA without gathering these first.
+"""Paged attention of single tokens over a KV cache in blocks, without gathering the blocks first.
 
-A gathered copy is written and read once more: for 64 rows of 300 positions of Llama-2-7B, whose keys and values are
-10 GB, that moves 30 GB, beside 13.5 GB of weights. Here each program walks along one row's blocks and reads every key
-once. How far, it reads from the device, so one captured graph serves texts of every length.
+A gathered copy is written and read once more: for 64 rows of 300 positions of Llama-2-7B, whose keys and values take
+10 GB, that moves 30 GB, on top of 13.5 GB of weights. Here each program walks along one row's blocks and reads every
+key once. It reads the row's length from device memory, so one captured graph serves texts of any length.
 
-By default a row's positions are shared out by how many rows there are, which is fastest, and rounds by it. An exact row
-is looked at in the chunks of `split_attention` and added up as there: so it has the same bits in every company, and
-those that it has alone.
+By default a row's positions are split by how many rows there are. That is fastest, but rounding depends on the batch.
+Exact rows use the chunks of `split_attention` and combine them in the same order, so they are batch-invariant and
+bitwise identical to the row alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if triton is not None:
 
     from depthdecay.cuda.kernels.split_attention import add_up, chunk_at, chunk_of, look, store_chunk
 
-PROGRAMS = 528  # below which a row's positions are shared out among more: four to each of an H200's 132 processors
+PROGRAMS = 528  # below this, a row's positions are split further: four programs for each of an H200's 132 SMs
 MOST_PARTS = 16
 
 if triton is not None:
@@ -61,7 +61,7 @@ if triton is not None:
         TILE: tl.constexpr,
         CAPPED: tl.constexpr,
     ):
-        """What queries find from position `begin` up to `end`."""
+        """The partial attention of queries over positions `begin` to `end`."""
         lanes = tl.arange(0, LANES)
         value_lanes = tl.arange(0, VALUE_LANES)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -85,7 +85,7 @@ if triton is not None:
             highest, total, found = look(q, k, v, seen[None, :], highest, total, found, scale, height, CAPPED)
         return highest, total, found
 
-    # Or layers 1 and 16 would be compiled anew, inside a capture.
+    # Triton specializes on 1 and multiples of 16: layers 1 and 16 would be recompiled, during a capture.
     @triton.jit(do_not_specialize=["layer", "chunks", "window"])  # type: ignore[untyped-decorator]
     def _paged_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
@@ -130,13 +130,13 @@ if triton is not None:
         row = tl.program_id(0) // groups
         group = tl.program_id(0) % groups
         part = tl.program_id(1)
-        own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # of the heads that share these keys
+        own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # among the query heads that share these keys
         inside = own < share
         head = group * share + own
         lanes = tl.arange(0, LANES)
         count = tl.load(count_ptr + layer)
         slot = tl.load(slot_ptr + row)
-        # Rows beyond the layer's own are there to fill a graph up: they look at nothing.
+        # Rows beyond the layer's count are padding: they attend to nothing.
         length = tl.where(row < count, tl.load(position_ptr + row) + 1, 0).to(tl.int32)
         first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
         q = tl.load(
@@ -147,7 +147,7 @@ if triton is not None:
         keys, values = k_ptr + group * k_group, v_ptr + group * v_group
         blocks = table_ptr + (slot * layers + layer) * most
         if EXACT:
-            # How many programs there are says who looks at a chunk, never what is in it.
+            # The number of programs decides which one handles a chunk, never what the chunk contains.
             begun = chunk_of(first, SPLIT, LEVEL, MOST) + part
             for chunk in range(begun, chunk_of(length - 1, SPLIT, LEVEL, MOST) + 1, PARTS):
                 start, reach = chunk_at(chunk, SPLIT, LEVEL, MOST)
@@ -250,12 +250,12 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class Paged:
-    """Where single-token rows find their keys and values: all of it on the device and at fixed addresses."""
+    """Where single-token rows find their keys and values. All of it is on the device, at fixed addresses."""
 
-    table: torch.Tensor  # (slots, layers, blocks), 32 bits
+    table: torch.Tensor  # (slots, layers, blocks), int32
     slots: torch.Tensor  # of each row
     positions: torch.Tensor  # of each row's token
-    counts: torch.Tensor  # of each layer: so many of the first rows run it
+    counts: torch.Tensor  # per layer: how many of the first rows run it
 
 
 def attend_paged(
@@ -269,10 +269,10 @@ def attend_paged(
     softcap: float | None = None,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Queries (rows, heads, 1, dim) over a store's (place, group, dim); (rows, 1, heads, dim), as transformers' do.
+    """Attention of queries (rows, heads, 1, dim) over a store's (place, group, dim). Returns (rows, 1, heads, dim).
 
-    Of rows that do not run the layer the answer is zeros. Where `exact`, a row's bits are `split_attention`'s, however
-    many other rows there are.
+    Rows that do not run the layer get zeros. With `exact`, a row is bitwise identical to `split_attention`, whatever
+    the number of rows.
     """
     if not query.is_cuda:
         return _reference(query, keys, values, paged, layer, scaling, window, softcap)
@@ -362,7 +362,7 @@ def _launched(
 
 
 def parts_for(programs: int, most: int = MOST_PARTS) -> int:
-    """Among how many a row's positions are shared out, where so many programs run without that."""
+    """How many parts to split a row's positions into, if `programs` would run without a split."""
     parts = 1
     while parts < most and programs * parts < PROGRAMS:
         parts *= 2
@@ -379,7 +379,7 @@ def _reference(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same in plain operations, over all that a table can hold: like the kernel it asks the host for nothing."""
+    """The same in plain torch, over a table's full capacity: like the kernel, it never synchronizes."""
     rows, heads = query.shape[:2]
     last = paged.positions[:rows, None]
     position = torch.arange(paged.table.shape[2] * BLOCK, device=query.device)[None]

@@ -1,11 +1,10 @@
-"""Attention of a few new tokens over a cache on CUDA, in chunks whose order of sums is fixed by position alone.
+"""Attention of a few new tokens over a KV cache, split into chunks with a summation order fixed by position alone.
 
-torch's kernels leave most of a GPU idle for one new token, or add parts in the order in which they happen to end, so
-that the same request gives other bits now and then. Here each program looks at one chunk of a text for 16 rows of
-queries, and a second kernel adds up what they found, from the first chunk to the last. Chunks count from the text's
-first token and get longer along it: short ones spread a short text over the GPU, long ones keep the sum of a long one
-small. So a row's bits depend neither on timing, nor on how many tokens or texts are asked about at once, nor on how far
-the cache reaches beyond the text or padding ahead of it.
+For one new token, torch's kernels leave most of a GPU idle, or combine partial results in completion order, so the same
+request occasionally gives different bits. Here each program takes one chunk of a text for 16 rows of queries, and a
+second kernel combines the chunks from first to last. Chunks are counted from the text's first token and grow along it:
+short ones spread a short text over the GPU, long ones keep the number of partial results small. So a row's result does
+not depend on timing, on the number of tokens or texts in the pass, on the cache's length, or on left padding.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ except ImportError:  # no Triton: CPU-only builds never reach the kernels
     triton = None
 
 MOST_TOKENS = 16
-ROWS = 16  # of queries in one program: what one tensor-core tile holds
-SPLIT = 64  # positions in one of the first chunks
-LEVEL = 32  # so many chunks are of one length, then twice as long
+ROWS = 16  # query rows per program: one tensor-core tile
+SPLIT = 64  # positions in each of the first chunks
+LEVEL = 32  # chunks of one length, before the length doubles
 MOST_DOUBLINGS = 3
-SUMMED = 32  # chunks that the sum adds up at once
-TILE_BYTES = 2**14  # of the keys that a program holds at once
+SUMMED = 32  # chunks that the sum kernel combines at once
+TILE_BYTES = 2**14  # of keys that a program holds at once
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2E = 1.4426950408889634
@@ -34,14 +33,14 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def chunk_at(chunk, SPLIT: tl.constexpr, LEVEL: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Where in its text a chunk begins, and how long it is."""
+        """The start of a chunk within its text, and its length."""
         level = tl.minimum(chunk // LEVEL, MOST)
         length = tl.full((), SPLIT, tl.int32) << level
         return LEVEL * (length - SPLIT) + (chunk - level * LEVEL) * length, length
 
     @triton.jit  # type: ignore[untyped-decorator]
     def chunk_of(position, SPLIT: tl.constexpr, LEVEL: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The chunk in which a position of the text lies; -1 ahead of the text."""
+        """The chunk that holds a position of the text; -1 before the text."""
         level = tl.full((), 0, tl.int32)
         for doubled in tl.static_range(1, MOST + 1):
             level += (position >= LEVEL * SPLIT * (2**doubled - 1)).to(tl.int32)
@@ -51,10 +50,10 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def look(q, k, v, seen, highest, total, found, scale, height, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What rows know after one tile more: their highest score in bits, and the sums of weights and of values.
+        """Online softmax over one more tile: updated row maxima (base-2 scores), sums of weights, and weighted values.
 
-        Of a tile in which a row sees nothing, nothing of it changes. `scale` turns products into scores in bits, or
-        where these are capped into what the tanh takes, and `height` is the cap.
+        A tile in which a row sees nothing leaves that row unchanged. `scale` turns dot products into base-2 scores, or
+        with a softcap into the argument of tanh; `height` is the cap in base 2.
         """
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
@@ -77,9 +76,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def add_up(part_ptr, stat_ptr, base, step, first, last, DIM: tl.constexpr, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What a row has found in chunks `first` to `last`, which lie `step` apart.
+        """A row's attention output, combined from chunks `first` to `last`, which are stored `step` apart.
 
-        Blocks of chunks begin at the same ones for every row, and what is not of the row adds zeros.
+        Blocks of chunks start at fixed multiples for every row, and masked chunks add zeros: the order never varies.
         """
         lanes = tl.arange(0, DIM)
         highest = tl.full((), float("-inf"), tl.float32)
@@ -100,7 +99,7 @@ if triton is not None:
             highest = above
         return found / tl.where(total == 0.0, 1.0, total)
 
-    # One binary for every number of texts, tokens and positions: some numbers would be specialised.
+    # One binary for every number of texts, tokens and positions: Triton would specialize on 1 and multiples of 16.
     _NUMBERS = ["seen_batch", "seen_token", "tokens", "rows", "positions", "chunks", "window"]
 
     @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]
@@ -140,13 +139,13 @@ if triton is not None:
         CAPPED: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        # Programs that read the same keys run side by side, so that the second finds them in the cache.
+        # Programs that read the same keys are adjacent in the grid, so that later ones hit in L2.
         tiles = (rows + ROWS - 1) // ROWS
-        text = tl.program_id(0) // tiles  # one group's of one row of the batch
+        text = tl.program_id(0) // tiles  # one KV head of one batch row
         batch = (text // groups).to(tl.int64)
         group = text % groups
-        chunk = chunks - 1 - tl.program_id(1)  # long ones first, so that none is left at the end
-        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)  # a group's heads, each with its tokens
+        chunk = chunks - 1 - tl.program_id(1)  # longest first, so that no long one runs alone at the end
+        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)  # a group's query heads, each with all its tokens
         inside = row < rows
         head = group * (rows // tokens) + row // tokens
         token = row % tokens
@@ -249,15 +248,15 @@ def chunks_for(positions: int) -> int:
 
 
 def tiling(dim: int, itemsize: int) -> dict[str, int]:
-    """Positions that a program holds at once, and its warps; the same for every kernel, or their bits would differ.
+    """Positions that a program holds at once, and its warps. All kernels must share it to agree bitwise.
 
-    In 32 bits there are no tensor cores, and four warps would not have the registers for it.
+    float32 does not use tensor cores here, and four warps would run out of registers.
     """
     return {"TILE": min(SPLIT, max(16, TILE_BYTES // (dim * itemsize))), "num_warps": 8 if itemsize == 4 else 4}
 
 
 def scores_by(scaling: float, softcap: float | None) -> tuple[float, float]:
-    """`look`'s scale and height: scores are in bits, and a cap is put on them before that."""
+    """`scale` and `height` of `look`: scores are in base 2, and a softcap applies before that conversion."""
     return (scaling * _LOG2E, 0.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
 
 
@@ -272,11 +271,11 @@ def attend(
     softcap: float | None,
     overlap: bool,
 ) -> torch.Tensor:
-    """Queries (batch, heads, tokens, dim) over (batch, groups, positions, dim).
+    """Attention of queries (batch, heads, tokens, dim) over keys and values (batch, groups, positions, dim).
 
-    `seen` is the columns of the text's first token and of each query's own (batch, 1, tokens, 2), from which a window
-    counts back; or a mask of bits (batch, 1, tokens, positions or more), which knows about windows itself.
-    The answer is (batch, tokens, heads, dim), as transformers' functions return it. `overlap` as for `gemv`.
+    `seen` is either spans (batch, 1, tokens, 2), the columns of the text's first token and of each query, from which a
+    window counts back; or a boolean mask (batch, 1, tokens, positions or more) that already includes any window.
+    Returns (batch, tokens, heads, dim), as transformers' attention functions do. `overlap` as for `gemv`.
     """
     if not query.is_cuda:
         return _reference(query, key, value, seen, scaling, window, softcap)
@@ -370,7 +369,7 @@ def _(
 
 
 def mask_of(spans: torch.Tensor, positions: int, window: int | None) -> torch.Tensor:
-    """The bits (batch, 1, tokens, positions) that the columns of a text's first token and of its queries stand for."""
+    """The boolean mask (batch, 1, tokens, positions) that spans stand for."""
     first, last = spans.unsqueeze(-2).unbind(-1)
     places = torch.arange(positions, device=spans.device)
     seen = (places >= first) & (places <= last)
@@ -399,7 +398,7 @@ def _reference(
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> bool:
-    """Whether these go through the kernels: few tokens, whole rows, and spans or a mask of bits for all heads alike."""
+    """Whether the kernels support this: few tokens, contiguous rows, spans or a boolean mask shared by all heads."""
     dim = query.shape[-1]
     return (
         seen is not None
