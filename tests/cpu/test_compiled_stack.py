@@ -1,4 +1,4 @@
-"""The CPU's compiled pass against the models' own forward, in own precision and in few bits."""
+"""The CPU's compiled pass compared with the models' own forward, unquantized and quantized."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import Part
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures of the plain form
+PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures that the compiled pass supports
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 
 
 def logits_of(stack: LayerStack, ids: list[int]) -> torch.Tensor:
-    """What is said behind every token, by the fastest way to run a pass."""
+    """The logits after every token, from the fastest way to run a pass."""
     rows = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
     part = Part(0, 0, ids, LAYERS, dd.Plan.full(LAYERS), wanted=len(ids))
     return BlockRunner(stack, rows, Repairs()).run([part]).logits
@@ -46,7 +46,7 @@ def logits_of(stack: LayerStack, ids: list[int]) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded weights of one test are none of another's; the compiled pass is shared, since it takes seconds."""
+    """Each test has its own cache of quantized weights. The compiled library is shared: building takes seconds."""
     monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path_factory.mktemp("cache")))
     try:
         library.library()
@@ -55,10 +55,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def rounded_copy(model: Any, setting: str, origin: WeightsOrigin | None = None) -> Any:
-    """The same model with the weights that a setting stands for: what quantised passes are held against."""
+    """The same model with dequantized weights: the reference for quantized passes."""
     twin = copy.deepcopy(model)
     form = form_of(LayerStack.of(twin))
-    # The twin's head is parted from its embedding, which is not rounded.
+    # The twin's head is untied from its embedding, which is not quantized.
     form.head.weight = torch.nn.Parameter(form.head.weight.detach().clone())
     for name, weight in weights.widened_weights(form, setting, origin).items():
         dict(form.matrices())[name].weight.data.copy_(weight)
@@ -91,7 +91,7 @@ def test_greedy_text_in_full_precision_is_that_of_the_plain_path(architecture: s
 @pytest.mark.parametrize("architecture", PLAIN)
 @pytest.mark.parametrize("setting", ["int8", "int4"])
 def test_few_bits_equal_their_widened_reference(architecture: str, setting: str) -> None:
-    """Logits within 0.1 per cent of the largest: float32 sums in another order."""
+    """Logits within 0.1% of the largest: float32 sums in a different order."""
     model = tiny_model(architecture)
     stack = open_stack(model, quantize=setting)
     reference = LayerStack.of(rounded_copy(model, setting))
@@ -123,7 +123,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(architecture: str, setting: str
     engine = dd.Engine(model, plan=plan, quantize=setting)
     batcher = Batcher(engine, SMALL)
     assert batcher.runner.compiled is not None
-    assert batcher.runner.compiled.takes(10 * FEW_TOKENS[torch.float32])  # rounded weights are nowhere else
+    assert batcher.runner.compiled.takes(10 * FEW_TOKENS[torch.float32])  # only this pass reads quantized weights
     assert batcher.stack.layer_bytes() < LayerStack.of(model).layer_bytes()
     expected, got = {}, {}
     for place, prompt in enumerate(PROMPTS):
@@ -164,7 +164,7 @@ def test_maps_run_in_the_place_of_layers(neurons: int) -> None:
 def test_other_forms_keep_the_plain_path_and_say_why(architecture: str) -> None:
     model = tiny_model(architecture)
     assert type(open_stack(model)) is LayerStack
-    with pytest.warns(UserWarning, match="in its own precision: "):
+    with pytest.warns(UserWarning, match="runs uncompiled and in its own precision: "):
         assert type(open_stack(model, quantize="int4")) is LayerStack
 
 
@@ -196,7 +196,7 @@ def test_changed_weights_are_seen_by_the_next_text() -> None:
 def test_an_engine_tells_that_weights_are_rounded() -> None:
     said: list[str] = []
     dd.Engine(tiny_model(), quantize="int8", progress=said.append)
-    assert "rounding weights to int8 (once) …" in said
+    assert "quantizing weights to int8 (once) …" in said
 
 
 def test_matrices_that_cannot_be_rounded_are_left_and_listed() -> None:
@@ -293,9 +293,9 @@ class TestStore:
         (file,) = (tmp_path / "cpu").glob("*.safetensors")
         content = file.read_bytes()
         flipped = bytearray(content)
-        flipped[-64] ^= 1  # within a matrix: the header stands at the beginning
+        flipped[-64] ^= 1  # within a matrix: the header is at the beginning
         for damaged in (b"", content[: len(content) // 2], b"x" * len(content), bytes(flipped)):
-            file.unlink()  # a new file: an engine that is not yet collected may have the old one's weights in use
+            file.unlink()  # a new file: an engine that is not yet collected may still use the old one's weights
             file.write_bytes(damaged)
             assert tokens(dd.Engine(model, quantize="int8", origin=origin), PROMPTS[:1]) == first
             assert file.read_bytes() == content
@@ -317,7 +317,7 @@ class TestStore:
 
 class TestLibrary:
     def test_a_broken_compiler_is_told_in_a_line(self, tmp_path: Path) -> None:
-        said = "the compiler /bin/false cannot compile the pass: it ends with code 1 and says nothing"
+        said = "the compiler /bin/false cannot compile the pass: it exited with code 1 and no output"
         with pytest.raises(library.Unavailable, match=said):
             library.build("/bin/false", tmp_path / "pass.so")
         assert not list(tmp_path.iterdir())
@@ -329,7 +329,7 @@ class TestLibrary:
             library.Library(file)
 
     def test_a_library_that_was_cut_short_is_built_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Never loaded to find out: half of a library ends the process with a signal."""
+        """It must not be loaded to find out: a truncated library ends the process with a signal."""
         monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path))
         monkeypatch.setattr(library, "_TUNED", ((),))
         monkeypatch.setattr(library, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS))
@@ -341,13 +341,13 @@ class TestLibrary:
         loaded: list[int] = []
         monkeypatch.setattr(library, "Library", lambda file: loaded.append(file.stat().st_size))
         for damaged in (content[: len(content) // 2], content[:-4096] + bytes(4096)):
-            file.unlink()  # a new file: this process has the old one loaded, and cut short it ends in a signal at exit
+            file.unlink()  # a new file: this process has the old one loaded; truncated, it would crash at exit
             file.write_bytes(damaged)
             library._found_or_built(said.append)
         assert loaded == [len(content)] * 2
         assert len(said) == 3
         library._found_or_built(said.append)
-        assert len(said) == 3  # what is there is not compiled again
+        assert len(said) == 3  # a cached library is not compiled again
 
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -399,13 +399,13 @@ def test_form_refuses_by_name_what_it_finds() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("neurons", [0, 8])
 def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torch.dtype) -> None:
-    """Rows of several depths with maps, one with several tokens, in blocks that other rows had before."""
+    """Rows at several depths with maps, one with several tokens, in blocks that other rows used before."""
     from batches import SMALL, run_dry, submit
 
     from depthdecay.batching.batcher import Batcher
 
     plan = dd.Plan.decay(LAYERS, "0.93")
-    model = tiny_model("mistral").to(dtype)  # with a window
+    model = tiny_model("mistral").to(dtype)  # has a sliding window
     hidden = model.config.hidden_size
     torch.manual_seed(0)
     maps = {}
@@ -440,7 +440,7 @@ def test_a_compiled_pass_over_a_batch_is_the_eager_one(neurons: int, dtype: torc
     assert said.tokens_run == eager.tokens_run
     tolerance = 1e-3 if dtype == torch.float32 else 0.1  # the eager pass rounds to 16 bits everywhere
     assert (logits - expected.float()).abs().max() < tolerance * expected.float().abs().max()
-    own = torch.tensor([int(batcher.blocks.table[0, part.slot, 0]) * BLOCK for part in parts])  # all their first places
+    own = torch.tensor([int(batcher.blocks.table[0, part.slot, 0]) * BLOCK for part in parts])  # their first positions
     for store, (keys, values) in zip(batcher.blocks.stores, stores, strict=True):
         for now, before in (
             (store.keys[own].float(), keys[own].float()),

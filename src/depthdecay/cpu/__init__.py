@@ -1,1 +1,1 @@
-"""The fast path of CPUs: one compiled call a pass, over the model's own weights or over weights in 8 and 4 bits."""
+"""The fast path on CPUs: one compiled call per pass, over the model's own weights or int8 and int4 ones."""

@@ -1,4 +1,4 @@
-"""The fastest way to run a model on a CPU: compiled code where it says what the model says, else the model itself."""
+"""Chooses the fastest way to run a model on a CPU: compiled code if its logits match the model's, else the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from depthdecay.runners.contract import Part
 from depthdecay.runners.forward import ForwardRunner
 from depthdecay.runners.kv_blocks import KVBlocks
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, against the model's own forward
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative to the largest logit of the model's own forward
 
 
 def open_stack(
@@ -35,9 +35,9 @@ def open_stack(
     fast: bool | None = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> LayerStack:
-    """The model's layers with the fastest passes there are: compiled on a CPU where it can be, else the model's own.
+    """The model's layers with the fastest passes available: compiled on a CPU if supported, else the model's own.
 
-    `quantize` says how weights are read (none, int8, int4); what cannot be so runs as it is, and a warning says why.
+    `quantize` sets the weights' format (none, int8, int4). Unsupported models run unquantized; a warning says why.
     """
     check_setting(quantize)
     plain = LayerStack.of(model)
@@ -45,17 +45,17 @@ def open_stack(
     device = primary_device(plain.model)
     if device.type != "cpu":
         if setting is not None:
-            raise DepthDecayError(f"quantize={quantize} is for models on a CPU, and this one is on {device}")
+            raise DepthDecayError(f"quantize={quantize} needs the model on a CPU, but it is on {device}")
         return plain
     if fast is False and setting is None:
         return plain
     try:
         form = form_of(plain)
         if hooked(plain):
-            raise OtherForm("code of somebody else hangs on it (hooks, or another forward)")
+            raise OtherForm("it has hooks or a patched forward")
     except OtherForm as reason:
         if setting is not None or fast:
-            _warn(f"{type(plain.model).__name__} runs as it is, in its own precision: {reason}")
+            _warn(f"{type(plain.model).__name__} runs uncompiled and in its own precision: {reason}")
         return plain
     return _fast_stack(plain, form, setting, origin, fast, say)
 
@@ -79,8 +79,8 @@ def _fast_stack(
     if not difference < _TOLERANCE[form.dtype]:
         if setting is not None or fast:
             _warn(
-                f"{type(plain.model).__name__} runs as it is, in its own precision: a compiled pass says something "
-                f"else (logits differ by {difference:.2g} of the largest)"
+                f"{type(plain.model).__name__} runs uncompiled and in its own precision: the compiled pass does not "
+                f"match it (logits differ by {difference:.2g} of the largest)"
             )
         return plain
     if setting is not None:
@@ -90,7 +90,7 @@ def _fast_stack(
 
 @torch.no_grad()
 def _difference(stack: CompiledLayerStack) -> float:
-    """How far a compiled pass is from the model's own forward: embedding, first and last layer, output matrix."""
+    """How far a compiled pass is from the model's own forward, over embedding, first and last layer, and LM head."""
     layers, vocabulary = stack.num_layers, stack.form.embedding.num_embeddings
     count = min(5, vocabulary)
     ends = Plan.constant(layers, min(2, layers), drop_order=list(range(1, layers - 1)))
@@ -106,7 +106,7 @@ def _code(say: Callable[[str], None]) -> native.Library | None:
     try:
         return native.library(say)
     except native.Unavailable as reason:
-        _warn_once(f"without compiled code decoding on the CPU is several times slower: {reason}")
+        _warn_once(f"without compiled code, decoding on the CPU is several times slower: {reason}")
         return None
 
 

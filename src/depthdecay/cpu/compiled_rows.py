@@ -1,4 +1,4 @@
-"""Passes on a CPU as one compiled call: texts at their own positions and depths, over keys and values in blocks."""
+"""Passes on a CPU as one compiled call: texts at their own positions and depths, over a KV cache in blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from depthdecay.model.repairs import Repairs
 from depthdecay.runners.contract import PLAIN, Ask, Part, Profile, Said, Tokens
 from depthdecay.runners.kv_blocks import BLOCK, KVBlocks
 
-# With the model's own weights longer passes are the model's own: for many tokens torch's products are the faster ones,
-# in 16 bits sooner, since processors have products of such numbers.
+# Longest passes that are compiled when weights are unquantized. Above, torch's matrix products are faster; in bfloat16
+# sooner, since processors have instructions for it.
 FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 16}
 
 
 class CompiledRows:
-    """The passes of some texts. Weights are those of the time when this is made."""
+    """Runs the passes of some texts, with the weights as of construction."""
 
     def __init__(self, stack: CompiledLayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack, self.blocks, self.repairs = stack, blocks, repairs
@@ -35,11 +35,11 @@ class CompiledRows:
 
     @classmethod
     def of(cls, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> CompiledRows | None:
-        """Where the model has a compiled pass and is still as it was when that was tried."""
+        """A runner, if the model has a compiled pass and is unmodified since that was checked; else None."""
         return cls(stack, blocks, repairs) if isinstance(stack, CompiledLayerStack) and stack.refresh() else None
 
     def takes(self, tokens: int) -> bool:
-        """Whether passes over so many tokens run here; rounded weights are nowhere else."""
+        """Whether passes over so many tokens run here. Quantized ones always do: only this pass can read them."""
         return tokens <= self.most or self.stack.is_rounded
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class CompiledRows:
         )
         states, first, executed = {}, 0, 0
         with stack.exclusive():
-            # A call up to each layer whose state is wanted, and one for the rest.
+            # One call up to each layer whose state is requested, and one for the rest.
             for last in sorted({*ask.states, stack.num_layers - 1}):
                 stretch = range(first, last + 1)
                 self._give_layers(arguments, profile, stretch)
@@ -85,7 +85,7 @@ class CompiledRows:
         return Said(logits, profile.counts, None if ask.short is None else ask.short.ids, states=states)
 
     def _give_layers(self, arguments: native.Pass, profile: Profile, stretch: range) -> None:
-        """Let a call run these layers only, and the maps in their places."""
+        """Restrict a call to these layers and the maps that replace them."""
         layers = self.stack.num_layers
         counts = (count if layer in stretch else 0 for layer, count in enumerate(profile.counts))
         arguments.running = (ctypes.c_int64 * layers)(*counts)

@@ -1,4 +1,4 @@
-"""A model whose passes are one call of compiled code: what that call is given."""
+"""A model whose passes are one call into compiled code: prepares that call's arguments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HUGE_PAGE = 2 << 20
 
 
 class CompiledLayerStack(LayerStack):
-    """A model whose passes can be one compiled call (compiled_rows.py): what lies where, as that call takes it.
+    """A model whose passes can be one compiled call (compiled_rows.py): its weights as pointers for that call.
 
-    It is read from the model itself. Its own weights are used where they lie, so nothing is copied and a change of them
-    is seen by the next text; rounded ones are those of the time they were made.
+    The model's own weights are used in place: nothing is copied, and changed weights take effect with the next text.
+    Quantized weights are a snapshot.
     """
 
     rounded: Rounded | None = None
@@ -38,7 +38,7 @@ class CompiledLayerStack(LayerStack):
         self._read_weights()
 
     def refresh(self) -> bool:
-        """See the model as it is now; False where code of somebody else hangs on it, which a call would not run."""
+        """Re-read the model. False if it has hooks or a patched forward, which the compiled call would skip."""
         if self.rounded is None:
             if hooked(self):
                 return False
@@ -47,7 +47,7 @@ class CompiledLayerStack(LayerStack):
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the model's own forward would compute with other weights."""
+        """Whether weights are quantized, so that the model's own forward would give different results."""
         return self.rounded is not None
 
     @property
@@ -67,7 +67,7 @@ class CompiledLayerStack(LayerStack):
         return native.Matrix(self._places[name].data_ptr(), bias, packed.rows, packed.columns, packed.kind)
 
     def shortened(self, short: ShortHead) -> native.ModelStruct:
-        """The same model with fewer rows in its output matrix; they stay where they are while their content changes."""
+        """The same model with a shortened LM head, which is read in place, so its contents may change."""
         if self._short is None or self._short[0] is not short:
             bias = None if short.bias is None else short.bias.float()
             model = native.ModelStruct.from_buffer_copy(self._model)
@@ -76,18 +76,18 @@ class CompiledLayerStack(LayerStack):
         return self._short[2]
 
     def maps_at(self, repairs: Repairs, depth: int) -> Any:
-        """Maps in the place of dropped layers, by layer, as a call takes them; made once for each depth."""
+        """Repair maps by layer, as pointers for the call; built once per depth."""
         key = (id(repairs), depth)
         if key not in self._maps:
             maps = (ctypes.POINTER(native.Map) * self.num_layers)()
             made = {start: _map(repair) for start, repair in repairs.at(depth).items()}
             for start, (structure, _) in made.items():
                 maps[start] = ctypes.pointer(structure)
-            self._maps[key] = (maps, made, repairs)  # the last two keep alive what is pointed at
+            self._maps[key] = (maps, made, repairs)  # the last two keep the pointed-to tensors alive
         return self._maps[key][0]
 
     def angles_at(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine by token, (tokens, head size), from a table that the model's own module fills."""
+        """Cosine and sine per token, (tokens, head size), from a table that the model's rotary embedding fills."""
         last = max(positions)
         if self._angles is None or last >= self._angles[0].shape[0]:
             known = max(512, 1 << last.bit_length())
@@ -101,7 +101,7 @@ class CompiledLayerStack(LayerStack):
         return cosine[chosen], sine[chosen]
 
     def _read_weights(self) -> None:
-        """The table of what lies where. Norms and biases are few: in 16 bits they are widened here."""
+        """Build the table of weight pointers. Norms and biases are small: 16-bit ones are widened to float32 here."""
         form, alive = self.form, []
 
         def floats(tensor: torch.Tensor | None) -> int | None:
@@ -160,7 +160,7 @@ def float_matrix(weight: torch.Tensor, bias: int | None = None) -> native.Matrix
 
 
 def _map(repair: Repair) -> tuple[native.Map, list[torch.Tensor]]:
-    """A map as the compiled pass takes it, and the tensors that it points at."""
+    """A map as the compiled pass expects it, and the tensors that it points to."""
     kind = repair.bias.dtype if repair.bias.dtype in (torch.float32, torch.bfloat16) else torch.float32
     parts = [part.detach().to(kind).contiguous() for part in repair.parts]
     bias = repair.bias.detach().float().contiguous()
@@ -171,7 +171,7 @@ def _map(repair: Repair) -> tuple[native.Map, list[torch.Tensor]]:
 
 
 def _in_huge_pages(data: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of large pages, where the system has them: a file's own pages are small, and many to look up."""
+    """A copy in huge pages, if the system has them: small ones, as of a mapped file, cost many TLB misses."""
     import mmap
 
     size = -(-data.numel() // _HUGE_PAGE) * _HUGE_PAGE

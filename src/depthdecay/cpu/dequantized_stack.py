@@ -1,4 +1,4 @@
-"""Rounded weights without compiled code: a model with the floats that its rounded weights stand for."""
+"""Quantized weights without compiled code: runs the model with its dequantized weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from depthdecay.patches import patched
 
 
 class WidenedStack(LayerStack):
-    """Rounded weights without compiled code: the model's own forward, given what the rounded weights stand for."""
+    """Quantized weights without compiled code: the model's own forward with dequantized weights."""
 
     widened: dict[str, torch.Tensor]
     head: nn.Linear
@@ -35,7 +35,7 @@ class WidenedStack(LayerStack):
         return stack
 
     def forward(self, **arguments: Any) -> Any:
-        # The head may be the embedding too, which is not rounded: it is replaced by what it does.
+        # The LM head may be tied to the embedding, which is not quantized. So its forward is replaced, not its weight.
         def said(state: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(state, self.head_weight, self.head.bias)
 
@@ -44,19 +44,19 @@ class WidenedStack(LayerStack):
 
 
 def widen_in_place(model: Any, setting: str, origin: WeightsOrigin | None = None) -> None:
-    """Give a model the weights that it has at a setting: calibration looks into layers, which compiled code hides.
+    """Replace a model's weights by their dequantized values, for calibration, which needs the layers' own forward.
 
-    An output matrix that is the embedding too stays as it is: embeddings are not rounded.
+    A tied LM head stays as it is, since embeddings are not quantized.
     """
     check_setting(setting)
     plain = LayerStack.of(model)
     device = primary_device(plain.model)
     if device.type != "cpu":
-        raise DepthDecayError(f"quantize={setting} is for models on a CPU, and this one is on {device}")
+        raise DepthDecayError(f"quantize={setting} needs the model on a CPU, but it is on {device}")
     try:
         form = form_of(plain)
     except OtherForm as reason:
-        warnings.warn(f"{type(plain.model).__name__} stays in its own precision: {reason}", stacklevel=3)
+        warnings.warn(f"{type(plain.model).__name__} is not quantized: {reason}", stacklevel=3)
         return
     weights = widened_weights(form, setting, origin)
     with torch.no_grad():

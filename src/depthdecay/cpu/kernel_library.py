@@ -1,6 +1,6 @@
-"""The compiled pass: kernels.cpp built once a machine, kept on disk, and called through ctypes.
+"""The compiled pass: kernels.cpp, built once per machine, cached on disk, and called through ctypes.
 
-Plain C on both sides: no headers of Python or torch are needed, so any C++ compiler will do, and it takes seconds.
+The interface is plain C. Neither Python nor torch headers are needed, so any C++ compiler works, in seconds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from depthdecay.errors import one_line
 from depthdecay.files import cache_folder, made_aside, write_whole
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-OFF = "DEPTHDECAY_KERNELS"  # set to 0, nothing is compiled or loaded
+OFF = "DEPTHDECAY_KERNELS"  # if 0, nothing is compiled or loaded
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-w")
-# The processor's own instructions, as far as the compiler knows the names; the last is for those that know none.
+# Flags for this processor's instruction set, tried in order: not every compiler knows them all. The last is none.
 _WIDE = ("-march=native", "-mprefer-vector-width=512")
 _TUNED: tuple[tuple[str, ...], ...] = (_WIDE, ("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 300
 
 
 class Unavailable(Exception):
-    """Why there is no compiled pass here; the caller goes on without."""
+    """Why there is no compiled pass here; the caller continues without it."""
 
 
 class Matrix(Structure):
@@ -101,15 +101,15 @@ class Library:
         except (OSError, AttributeError) as error:
             raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
         if sizes != ctypes.sizeof(ModelStruct) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
-            raise Unavailable("the compiled pass lays its structures out in another way")
+            raise Unavailable("the compiled pass has a different struct layout")
         self.run = code.depthdecay_pass
 
 
-_loaded: list[Library] = []  # at most one a process
+_loaded: list[Library] = []  # at most one per process
 
 
 def library(say: Callable[[str], None] = lambda message: None) -> Library:
-    """The compiled pass of this machine, from the cache where it is there; `Unavailable` says why not."""
+    """The compiled pass for this machine, cached or built now. Raises `Unavailable` with the reason."""
     if not _loaded:
         _loaded.append(_found_or_built(say))
     return _loaded[0]
@@ -119,21 +119,21 @@ def _found_or_built(say: Callable[[str], None]) -> Library:
     if os.environ.get(OFF) == "0":
         raise Unavailable(f"{OFF}=0 switches compiled code off")
     if sys.byteorder != "little":
-        raise Unavailable("packed weights are laid out for processors that put the low byte first")
+        raise Unavailable("packed weights need a little-endian processor")
     compiler = find_compiler()
     file = cache_folder() / "kernels" / f"{_key(compiler)}.so"
     if _is_whole(file):
         try:
             return Library(file)
         except Unavailable:
-            pass  # built anew below
+            pass  # rebuilt below
     say("compiling the code for this CPU (once) …")
     build(compiler, file)
     return Library(file)
 
 
 def find_compiler() -> str:
-    """$CXX, or the first of the usual names."""
+    """$CXX, or the first compiler found under the usual names."""
     for name in (os.environ.get("CXX"), *_COMPILERS):
         found = shutil.which(name) if name else None
         if found is not None:
@@ -142,7 +142,7 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, file: Path) -> None:
-    """Compile aside: another process sees the whole file or none."""
+    """Compile to a temporary file and rename, so other processes never see a partial library."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with made_aside(file) as made:
@@ -153,7 +153,7 @@ def build(compiler: str, file: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Asked before it is loaded: code that was cut short ends the process with a signal, at every start."""
+    """Checked before loading: a truncated library would crash the process with a signal, at every start."""
     try:
         return _digest_file(file).read_text(encoding="ascii") == _digest(file)
     except (OSError, UnicodeDecodeError):
@@ -175,7 +175,7 @@ def _compile(compiler: str, made: Path) -> None:
         if done.returncode == 0:
             return
         said, code = said or done.stderr.strip(), done.returncode
-    reason = one_line(said) if said else f"it ends with code {code} and says nothing"
+    reason = one_line(said) if said else f"it exited with code {code} and no output"
     raise Unavailable(f"the compiler {compiler} cannot compile the pass: {reason}")
 
 
@@ -183,11 +183,11 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"the compiler {Path(command[0]).name} does not run: {one_line(error)}") from error
+        raise Unavailable(f"the compiler {Path(command[0]).name} cannot be run: {one_line(error)}") from error
 
 
 def _key(compiler: str) -> str:
-    """By source, compiler and processor: a home folder may be shared by machines of different kinds."""
+    """Cache key of source, compiler and processor: a home folder may be shared by different machines."""
     parts = (SOURCE.read_text(encoding="utf-8"), _run([compiler, "--version"]).stdout, repr(_FLAGS), repr(_TUNED))
     return hashlib.sha256("\0".join((*parts, processor_features())).encode()).hexdigest()[:24]
 

@@ -1,10 +1,10 @@
-// One pass of a Llama-like decoder over some tokens on CPU cores, called once a pass by compiled_rows.py.
+// One pass of a Llama-like decoder over some tokens on CPU cores; compiled_rows.py calls it once per pass.
 //
-// Decoding reads every weight once a token, so the speed is that of memory as long as nothing else takes time. Hence one
-// call for all layers, threads that stay, weights in few bits that become floats in registers only, and float32
-// everywhere else: what is computed is what a float32 model with the same (rounded) weights computes.
+// Decoding reads every weight once per token, so it is bound by memory bandwidth if nothing else takes time. Hence one
+// call for all layers, persistent threads, quantized weights that become floats only in registers, and float32
+// everywhere else: the result is that of a float32 model with the same (dequantized) weights.
 //
-// Vectors are the compilers' own (GCC, Clang), 16 floats wide; a processor with narrower ones uses several registers.
+// Vectors are the compiler's extension (GCC, Clang), 16 floats wide; narrower processors use several registers.
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +28,7 @@ static inline void relax() { std::this_thread::yield(); }
 
 namespace {
 
-constexpr int LANES = 16;  // rows of a packed group, and floats of a vector
+constexpr int LANES = 16;  // rows of a packed group, and floats in a vector
 constexpr int BLOCK = 32;  // weights that share a scale
 
 typedef float F __attribute__((vector_size(4 * LANES)));
@@ -40,11 +40,11 @@ enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT4 = 2, INT5 = 3, INT8 = 4 };
 
 }  // namespace
 
-// What Python passes; the same structures stand in library.py.
+// Arguments from Python; kernel_library.py declares the same structures.
 extern "C" {
 
 struct Matrix {
-    const uint8_t* data;  // rows as torch has them for floats; groups of 16 rows for packed kinds (blocks.py)
+    const uint8_t* data;  // floats: rows as in torch; packed kinds: groups of 16 rows (quantized_blocks.py)
     const float* bias;
     int64_t rows, columns;
     int64_t kind;
@@ -56,8 +56,8 @@ struct Layer {
     int64_t window;  // positions that attention sees; 0 for all
 };
 
-struct Map {  // in the place of a run of dropped layers, as repairs.py defines it
-    Matrix down, up, gate, lift, out;  // no neurons: gate.data is null
+struct Map {  // replaces a run of dropped layers, as repairs.py defines it
+    Matrix down, up, gate, lift, out;  // gate.data is null if the map has no neurons
 };
 
 struct Model {
@@ -70,27 +70,27 @@ struct Model {
 
 struct Segment {  // tokens of one depth
     int64_t first, count;
-    const Map* const* map;  // by layer: what runs in its place, or null
+    const Map* const* map;  // by layer: the map that runs instead of it, or null
 };
 
 struct Pass {
     int64_t tokens, batch;
-    const int64_t *row, *column;          // of each token: its text, and its position there
+    const int64_t *row, *column;          // of each token: its text, and its position in it
     const float *cosine, *sine;           // (tokens, head_size)
-    float* state;                         // (tokens, hidden): embeddings in, states behind the last layer out
+    float* state;                         // (tokens, hidden): embeddings in, hidden states after the last layer out
     void* const* keys;                    // by layer: (place, heads, head_size)
     void* const* values;
-    const int64_t* table;     // (layers, texts, most): which block of places holds a text's positions
-    int64_t most, block;      // blocks of a text, and positions of a block
+    const int64_t* table;     // (layers, texts, most): which block holds a text's positions
+    int64_t most, block;      // blocks per text, and positions per block
     int64_t halves;           // keys and values are bfloat16
-    const int64_t* running;   // by layer: so many of the first tokens run it
-    const Segment* segment;   // what tokens get that do not
+    const int64_t* running;   // by layer: how many of the first tokens run it
+    const Segment* segment;   // for tokens that do not run a layer: their maps
     int64_t segments;
-    const int64_t* wanted;  // tokens whose logits are wanted
+    const int64_t* wanted;  // tokens whose logits are requested
     int64_t logits_wanted;
     float* logits;  // (logits_wanted, vocabulary)
     int64_t threads;
-    const float* beside;  // (tokens, hidden): what queries, keys and values read before the normalised state; or null
+    const float* beside;  // (tokens, hidden): concatenated before the normalized state for q, k and v; or null
 };
 
 }  // extern "C"
@@ -112,7 +112,7 @@ inline F as_float(U bits) {
 
 inline F splat(float value) { return value - F{}; }
 
-// Halves onto halves: a loop over lanes would be one long chain of additions.
+// Pairwise: a loop over lanes would be one long dependency chain.
 inline float sum(F v) {
     typedef float F8 __attribute__((vector_size(32)));
     typedef float F4 __attribute__((vector_size(16)));
@@ -125,7 +125,7 @@ inline float sum(F v) {
     return (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
 }
 
-// e to the power of x, by the polynomial of the Cephes library: within two units of the last place.
+// e to the power of x, with the polynomial of the Cephes library: within 2 ulp.
 inline F exponential(F x) {
     x = x < -87.0f ? splat(-87.0f) : x;
     x = x > 88.0f ? splat(88.0f) : x;
@@ -146,7 +146,7 @@ inline F exponential(F x) {
 
 inline F silu(F x) { return x / (1.0f + exponential(-x)); }
 
-// Half floats by integer operations, which every processor has: the exponent is moved, then multiplied into place.
+// Float16 to float32 with integer operations, so any processor works: shift the exponent, then rescale.
 inline F halves(const uint8_t* from) {
     U bits = __builtin_convertvector(load<Halves>(from), U);
     F magnitude = as_float((bits & 0x7fffu) << 13) * 0x1p112f;
@@ -165,28 +165,28 @@ inline float from_bfloat16(uint16_t bits) {
 inline uint16_t to_bfloat16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to the nearest, ties to even, as torch rounds
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even, as torch rounds
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products: 16 rows of a matrix times T vectors. `x` and `sums` have a row a token.
+// Products: 16 rows of a matrix times T vectors. `x` and `sums` have one row per token.
 
 struct Vectors {
     const float* x;
     int64_t stride;
-    const float* sums;  // of each block of 32, for packed kinds
+    const float* sums;  // of each block of 32 elements of x, for packed kinds
     int64_t sums_stride;
 };
 
-constexpr int64_t bytes_of(int kind) {  // of 16 rows by 32 columns
+constexpr int64_t bytes_of(int kind) {  // per group of 16 rows by 32 columns
     return kind == INT4 ? 320 : kind == INT5 ? 352 : 544;
 }
 
-// Independent sums: one chain of additions would wait for itself.
+// Independent accumulators: a single one would be bound by the latency of additions.
 template <int T>
 constexpr int CHAINS = T == 1 ? 4 : T <= 4 ? 2 : 1;
 
-// Bits as the top of a mantissa, such as 1 + q / 16: one and-or instead of a conversion. The 1 is taken off by the sums.
+// Bits go to the top of the mantissa, giving 1 + q / 16: and-or instead of a conversion. `sums` corrects for the 1.
 template <int T>
 inline void block_int4(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
 #pragma GCC unroll 4
@@ -204,7 +204,7 @@ inline void block_int4(const uint8_t* data, const float* const (&x)[T], F (&sum)
 
 template <int T>
 inline void block_int5(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
-    U high = load<U>(data + 256);  // the fifth bits, column k in bit k
+    U high = load<U>(data + 256);  // the fifth bits: column k is bit k
 #pragma GCC unroll 4
     for (int word = 0; word < 4; ++word) {
         U packed = load<U>(data + 64 * word);
@@ -261,11 +261,11 @@ void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t tok
         } else if constexpr (KIND == INT5) {
             block_int5<T>(data + 32, x, sums);
             scale *= 32.0f;
-            offset = scale * -1.5f;  // 1 of the mantissa's own, and 16 / 32
+            offset = scale * -1.5f;  // the mantissa's implicit 1, and the zero point 16 / 32
         } else {
             block_int8<T>(data + 32, x, sums);
             scale *= 256.0f;
-            offset = scale * -1.5f;  // 1, and 128 / 256
+            offset = scale * -1.5f;  // the implicit 1, and the zero point 128 / 256
         }
         for (int t = 0; t < T; ++t) {
             F sum = sums[t][0];
@@ -277,7 +277,7 @@ void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t tok
     for (int t = 0; t < T; ++t) out[t] = total[t];
 }
 
-// Rows of floats as torch stores them: nothing is copied, and a change of the model's weights is seen at once.
+// Float rows as torch stores them: nothing is copied, and changed weights take effect at once.
 template <int T, int KIND>
 void float_group(const Matrix& m, int64_t group, const Vectors& in, int64_t token, F (&out)[T]) {
     constexpr int ROWS = T <= 4 ? 4 : 2;
@@ -352,7 +352,7 @@ struct Tile {
 
 constexpr int64_t WIDEST_TILE = 8;
 
-// Tiles of nearly one size: a last one with a token of its own would unpack every weight for it alone.
+// Tiles of nearly equal size: a last tile of one token would unpack every weight for it alone.
 template <class Work>
 void in_tiles(int64_t tokens, Work work) {
     int64_t tiles = (tokens + WIDEST_TILE - 1) / WIDEST_TILE;
@@ -373,11 +373,11 @@ void in_tiles(int64_t tokens, Work work) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Threads that stay between passes. A pass is a sequence of phases; in each, threads take pieces until none is left.
+// Persistent threads. A pass is a sequence of phases; in each, threads take work items until none are left.
 
 class Team {
   public:
-    // Pieces are taken, not dealt out: on a machine that others use too, threads are not equally fast.
+    // Dynamic scheduling: on a machine with other load, threads are not equally fast.
     template <class Work>
     void share(int64_t pieces, Work work) {
         const int64_t chunk = std::max<int64_t>(1, pieces / (threads_ * CHUNKS));
@@ -401,13 +401,13 @@ class Team {
         call_.fetch_add(1);
         call_.notify_all();
         call_job_(job_, 0);
-        // Also for workers without a part in this pass: they read what the next call writes.
+        // Also wait for workers that are idle in this pass: they read fields that the next call writes.
         for (int64_t done; (done = finished_.load()) != workers_;) finished_.wait(done);
     }
 
   private:
-    static constexpr int64_t CHUNKS = 6;  // pieces that a thread takes in a phase, about
-    // Waiting awake is quickest, but a thread that lost its core to another program needs the waiting one's.
+    static constexpr int64_t CHUNKS = 6;  // per thread and phase, approximately
+    // Spinning reacts fastest, but a preempted thread may need the core of the one that spins. So spin only briefly.
     static constexpr int SPINS = 1000;
 
     void serve(int64_t thread, uint32_t seen) {
@@ -454,17 +454,17 @@ class Team {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The pass itself. Every thread runs all of it; what is shared out ends with all threads waiting for each other.
+// The pass itself. Every thread runs all of it; every shared phase ends in a barrier.
 
-constexpr int64_t FEW = 4;  // tokens for which each thread prepares vectors for itself, sooner than wait for others
+constexpr int64_t FEW = 4;  // up to this many tokens each thread prepares vectors redundantly: cheaper than a barrier
 
-// Tokens one behind the other that belong to one text, and so look at the same keys.
+// Consecutive tokens of one text, which attend to the same keys.
 struct Run {
     int64_t first, count;
 };
 
 constexpr int64_t LONGEST_RUN = 8;
-constexpr int64_t SCORES_IN_CACHE = 64 * 1024;  // of the heads and tokens that a thread has in hand
+constexpr int64_t SCORES_IN_CACHE = 64 * 1024;  // floats, for all heads and tokens that a thread works on at once
 
 struct Scratch {
     std::vector<Run> runs;
@@ -545,7 +545,7 @@ class Decoding {
     int64_t executed() const { return executed_; }
 
   private:
-    // By the first n tokens.
+    // For the first n tokens.
     void attend(int64_t thread, int64_t index, int64_t n) {
         const Layer& layer = model_.layer[index];
         const int64_t size = model_.head_size;
@@ -611,7 +611,7 @@ class Decoding {
         });
     }
 
-    // States divided by the root of their mean square, times the norm's weight; before them what stands beside them.
+    // RMSNorm of the states, times the norm's weight, preceded by `beside` if given.
     Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too, const float* states,
                        int64_t n, const int64_t* chosen = nullptr, const float* beside = nullptr) {
         const int64_t hidden = model_.hidden, stride = beside == nullptr ? hidden : 2 * hidden;
@@ -681,7 +681,7 @@ class Decoding {
         });
     }
 
-    // Norm (where the model has one) and rotary embedding of one head.
+    // Head norm (if the model has one) and rotary embedding of one head.
     void turn(float* head, const float* norm, int64_t token) {
         const int64_t size = model_.head_size, half = size / 2;
         if (norm != nullptr) {
@@ -713,7 +713,7 @@ class Decoding {
         int64_t start, step, count;
     };
 
-    // Where a head's keys of the columns from `first` on lie, as far as they lie at equal distances.
+    // Where a head's keys for columns from `first` on are stored, as far as they have a constant stride (one block).
     Stretch stretch(int64_t index, int64_t token, int64_t first, int64_t last, int64_t head) const {
         const int64_t size = model_.head_size, heads = model_.key_value_heads, row = pass_.row[token];
         const int64_t* blocks = pass_.table + (index * pass_.batch + row) * pass_.most;
@@ -733,14 +733,14 @@ class Decoding {
         runs_ = &runs;
     }
 
-    // Those that have some of the first n tokens.
+    // How many runs contain some of the first n tokens.
     int64_t runs_before(int64_t n) const {
         const auto starts_before = [n](const Run& run) { return run.first < n; };
         return std::partition_point(runs_->begin(), runs_->end(), starts_before) - runs_->begin();
     }
 
-    // How many heads a thread takes at once: all of them, which reads keys in the order in which they lie, or those that
-    // share keys, as long as every thread gets several pieces and the scores stay near.
+    // How many heads a thread takes at once. All of them reads keys in memory order; otherwise those that share keys.
+    // Either only if every thread still gets several items and the scores stay in cache.
     int64_t heads_together(int64_t runs) const {
         const int64_t sharing = model_.heads / model_.key_value_heads;
         for (const int64_t together : {model_.heads, sharing}) {
@@ -760,14 +760,14 @@ class Decoding {
         int64_t count() const { return last - first + 1; }
     };
 
-    // What a token sees in a layer.
+    // The columns that a token attends to in a layer.
     Columns visible(int64_t index, int64_t token) const {
         const int64_t last = pass_.column[token], window = model_.layer[index].window;
         return {window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, last};
     }
 
-    // Attention of some heads of a run, over what its layer sees and nothing else. Keys and values come from memory once
-    // for all of them, block by block; each head of each token sums as it would alone.
+    // Attention of some heads of a run, over visible columns only. Keys and values are read from memory once for all
+    // heads and tokens, block by block. Each head of each token sums in the order it would alone.
     template <class Kept>
     void look(int64_t thread, int64_t index, const Run& run, int64_t first_head, int64_t heads) {
         float* scores = scores_ + thread * most_scores();
@@ -792,7 +792,7 @@ class Decoding {
                         });
     }
 
-    // Calls work for each head of each token with each stretch of columns that it sees, in their order.
+    // Calls `work` for each head of each token with each stretch of visible columns, in order.
     template <class Kept, class Work>
     void by_blocks(int64_t index, const Run& run, int64_t first_head, int64_t heads, const void* cache, Work work) const {
         const int64_t sharing = model_.heads / model_.key_value_heads;
@@ -828,7 +828,7 @@ class Decoding {
         }
     }
 
-    // From scores to shares of one.
+    // Softmax.
     static void weigh(float* scores, int64_t count) {
         const int64_t padded = (count + LANES - 1) / LANES * LANES;
         for (int64_t c = count; c < padded; ++c) scores[c] = -1e30f;
@@ -836,7 +836,7 @@ class Decoding {
         for (int64_t c = 1; c < count; ++c) highest = std::max(highest, scores[c]);
         F total = F{};
         for (int64_t c = 0; c < padded; c += LANES) {
-            F weights = exponential(load<F>(scores + c) - highest);  // of the padding 1e-38
+            F weights = exponential(load<F>(scores + c) - highest);  // padding gives 1e-38
             total += weights;
             std::memcpy(scores + c, &weights, sizeof weights);
         }
@@ -882,7 +882,7 @@ struct Everyone {
     Scratch scratch;
 };
 
-// Never destroyed: workers still wait on the team when the process ends.
+// Never destroyed: workers are still waiting on the team at process exit.
 Everyone& everyone() {
     static Everyone& only = *new Everyone;
     return only;
@@ -892,7 +892,7 @@ Everyone& everyone() {
 
 extern "C" {
 
-// Returns how many layers ran.
+// Returns the number of layers that ran.
 int64_t depthdecay_pass(const Model* model, const Pass* pass) {
     Everyone& all = everyone();
     std::lock_guard<std::mutex> lock(all.alone);
@@ -901,7 +901,7 @@ int64_t depthdecay_pass(const Model* model, const Pass* pass) {
     return decoding.executed();
 }
 
-// Checked when the library is loaded: structures that Python sees otherwise would be read as garbage.
+// Checked on load: if Python's struct layout differed, arguments would be garbage.
 int64_t depthdecay_sizes() { return sizeof(Model) * 1000000 + sizeof(Layer) * 1000 + sizeof(Pass); }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-"""A model's matrices as the compiled pass reads them: its own, or rounded to few bits and kept on disk."""
+"""A model's matrices as the compiled pass reads them: quantized and cached on disk, or in the model's precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from depthdecay.model.weights_origin import WeightsOrigin
 
 QUANTIZED = ("int8", "int4")
 SETTINGS = ("none", *QUANTIZED)
-ROUNDING = 2  # raise it when the same weights are rounded or laid out in another way than before
+ROUNDING = 2  # cache version: raise it when quantization or packing of the same weights changes
 _FORMAT = "depthdecay-cpu"
 _SAMPLES = 32
 _GGUF_NAMES = {
@@ -43,16 +43,16 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class Rounded:
-    """Matrices in few bits by name; what is not among them stays in the model's own precision."""
+    """Quantized matrices by name; all others stay in the model's precision."""
 
     setting: str
     matrices: Mapping[str, Packed] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()  # blocks of a GGUF file as they were
-    left: tuple[str, ...] = ()  # in their own precision
+    kept: frozenset[str] = frozenset()  # unchanged blocks of a GGUF file
+    left: tuple[str, ...] = ()  # not quantized
 
     @property
     def is_exact(self) -> bool:
-        """Whether the numbers are the model's own."""
+        """Whether quantization changed nothing: all blocks come from the model's own file."""
         return self.kept == self.matrices.keys()
 
     def describe(self) -> dict[str, Any]:
@@ -74,13 +74,13 @@ def check_setting(setting: str | None) -> None:
 def rounded(
     form: Form, setting: str, origin: WeightsOrigin | None = None, say: Callable[[str], None] = lambda message: None
 ) -> Rounded:
-    """The model's matrices at a setting: from the disk where they were rounded before, else rounded and kept."""
+    """The model's matrices at a setting: from the disk cache, else quantized now and cached."""
     file = None if origin is None else cache_folder() / "cpu" / f"{origin.key}-{setting}-{ROUNDING}.safetensors"
     if file is not None:
         found = _read(file, form, setting)
         if found is not None:
             return found
-    say(f"rounding weights to {setting} (once) …")
+    say(f"quantizing weights to {setting} (once) …")
     made = _make(form, setting, _own_blocks(form, origin))
     if file is not None:
         _write(file, form, made)
@@ -88,7 +88,7 @@ def rounded(
 
 
 def widened_weights(form: Form, setting: str, origin: WeightsOrigin | None = None) -> dict[str, torch.Tensor]:
-    """What the matrices are at a setting, by name and in the model's own dtype, for all that computes with floats."""
+    """The dequantized matrices at a setting, by name and in the model's dtype, for code that computes in floats."""
     own = _own_blocks(form, origin)
     found = ((name, linear, _blocks(name, linear.weight.detach(), setting, own)) for name, linear in form.matrices())
     return {name: blocks.widened().to(linear.weight.dtype) for name, linear, blocks in found if blocks is not None}
@@ -111,7 +111,7 @@ def _make(form: Form, setting: str, own: Mapping[str, QuantizedBlocks]) -> Round
 def _blocks(
     name: str, weight: torch.Tensor, setting: str, own: Mapping[str, QuantizedBlocks]
 ) -> QuantizedBlocks | None:
-    """A file's own blocks lose nothing. Else the output matrix gets 8 bits always: every token is its choice."""
+    """A GGUF file's own blocks if it has them (lossless). Otherwise the LM head is always int8: it picks tokens."""
     if not can_hold(weight):
         return None
     blocks = own.get(name)
@@ -121,7 +121,7 @@ def _blocks(
 
 
 def _own_blocks(form: Form, origin: WeightsOrigin | None) -> dict[str, QuantizedBlocks]:
-    """Blocks of the file that the model came from, each held against the model's own weights."""
+    """Blocks of the GGUF file that the model came from, each checked against the model's weights."""
     if origin is None or origin.gguf is None:
         return {}
     from depthdecay.model.gguf_convert import read_checked
@@ -144,7 +144,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _matching(blocks: QuantizedBlocks | None, weight: torch.Tensor, head_size: int) -> QuantizedBlocks | None:
-    """The blocks in the model's order of rows: llama.cpp interleaves the halves of each head that transformers has."""
+    """The blocks in the model's row order: llama.cpp interleaves the two halves of each head."""
     if blocks is None or (blocks.rows, blocks.columns) != tuple(weight.shape):
         return None
     orders: list[torch.Tensor | None] = [None]
@@ -158,12 +158,12 @@ def _matching(blocks: QuantizedBlocks | None, weight: torch.Tensor, head_size: i
 
 
 def _within_heads(rows: int, head_size: int) -> torch.Tensor:
-    """Of every head first the even rows, then the odd ones."""
+    """For every head, first the even rows, then the odd ones."""
     return torch.arange(rows).reshape(-1, head_size // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _samples(form: Form) -> dict[str, list[float]]:
-    """A few numbers of every matrix: weights that were changed after loading must not meet what was kept for others."""
+    """A few values of every matrix, to detect weights that were changed after loading."""
     found = {}
     for name, linear in form.matrices():
         flat = linear.weight.detach().reshape(-1)
@@ -172,7 +172,7 @@ def _samples(form: Form) -> dict[str, list[float]]:
 
 
 def _read(file: Path, form: Form, setting: str) -> Rounded | None:
-    """None for a file that is missing, damaged or of another shape: it is made anew."""
+    """None if the file is missing, damaged or of another shape; it is then created again."""
     from safetensors import safe_open
 
     try:
@@ -188,7 +188,7 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
                 matrices[name] = Packed(kind, rows, columns, data)
         left = tuple(about["left"])
         same = about["samples"] == _samples(form)
-    except Exception:  # from a missing file to a library's own errors
+    except Exception:  # anything from a missing file to the library's own errors
         return None
     shapes = {name: tuple(linear.weight.shape) for name, linear in form.matrices()}
     whole = (
@@ -203,7 +203,7 @@ def _read(file: Path, form: Form, setting: str) -> Rounded | None:
 
 
 def _checksum(data: torch.Tensor) -> int:
-    """Of every byte: a disk that lost some would give text that is wrong without a word."""
+    """Over every byte: corrupted weights would silently give wrong text."""
     return zlib.crc32(data.numpy().data)
 
 
@@ -212,7 +212,7 @@ def _size(matrix: Packed) -> int:
 
 
 def _write(file: Path, form: Form, made: Rounded) -> None:
-    """Where nothing can be written the next start rounds again, which is only slower."""
+    """Best effort: if the file cannot be written, the next start quantizes again, which is only slower."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

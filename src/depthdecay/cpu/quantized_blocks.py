@@ -1,7 +1,7 @@
-"""Weights in few bits: how they are rounded, laid out for the compiled pass, and widened again.
+"""Quantized weights: how they are rounded, packed for the compiled pass, and dequantized again.
 
-A block is 32 neighbouring weights of a row with a scale (and an offset, in 4 bits) of 16 bits: the layout of GGUF's
-Q4_0, Q4_1, Q5_0 and Q8_0, so blocks of such files are kept as they are.
+A block is 32 adjacent weights of a row with a 16-bit scale (and for int4 a 16-bit offset). This matches GGUF's Q4_0,
+Q4_1, Q5_0 and Q8_0, so blocks from such files are kept unchanged.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 import torch
 
 BLOCK, LANES = 32, 16
-FLOAT32, BFLOAT16, INT4, INT5, INT8 = range(5)  # the kinds of kernels.cpp
+FLOAT32, BFLOAT16, INT4, INT5, INT8 = range(5)  # enum Kind in kernels.cpp
 NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", INT4: "4 bits", INT5: "5 bits", INT8: "8 bits"}
-GROUP_BYTES = {INT4: 320, INT5: 352, INT8: 544}  # of 16 rows by 32 columns
-# Of a block's range: cutting off its ends costs a few weights and serves all others.
+GROUP_BYTES = {INT4: 320, INT5: 352, INT8: 544}  # per group of 16 rows by 32 columns
+# Fractions of a block's range to try: clipping its ends costs a few outliers and gives all others finer steps.
 _RANGES = (1.0, 0.95, 0.9, 0.85)
 
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
-    """A matrix in whole numbers: weight = scale * number + offset, by blocks."""
+    """A matrix as integers: weight = scale * number + offset, per block."""
 
     kind: int
     numbers: torch.Tensor  # (rows, columns) uint8 or int8
     scale: torch.Tensor  # (rows, columns / 32) float16
-    offset: torch.Tensor | None = None  # in 4 bits only
+    offset: torch.Tensor | None = None  # int4 only
 
     @property
     def rows(self) -> int:
@@ -39,7 +39,7 @@ class QuantizedBlocks:
         return self.numbers.shape[1]
 
     def widened(self) -> torch.Tensor:
-        """The weights that these numbers stand for, exact in float32."""
+        """The dequantized weights, exact in float32."""
         numbers = self.numbers.reshape(self.rows, -1, BLOCK).float()
         if self.kind == INT5:
             numbers = numbers - 16
@@ -55,7 +55,7 @@ class QuantizedBlocks:
 
 @dataclass(frozen=True)
 class Packed:
-    """Blocks as the compiled pass reads them: 16 rows side by side, so that a vector holds one column of them."""
+    """Blocks in the layout of the compiled pass: 16 rows interleaved, so that a vector holds one column of them."""
 
     kind: int
     rows: int
@@ -79,7 +79,7 @@ def rounded_to_8(weight: torch.Tensor) -> QuantizedBlocks:
 
 
 def rounded_to_4(weight: torch.Tensor) -> QuantizedBlocks:
-    """By blocks, the range that leaves the smallest square error."""
+    """Per block, the range with the smallest squared error."""
     values = weight.float().reshape(weight.shape[0], -1, BLOCK)
     errors = torch.stack([_square_error(values, *_in_16_steps(values, torch.tensor(share))) for share in _RANGES])
     numbers, scale, offset = _in_16_steps(values, torch.tensor(_RANGES)[errors.argmin(0)])
@@ -87,7 +87,7 @@ def rounded_to_4(weight: torch.Tensor) -> QuantizedBlocks:
 
 
 def _in_16_steps(values: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers, scale and offset where so much of each block's range is divided into 15 steps."""
+    """Numbers, scale and offset when this share of each block's range is divided into 15 steps."""
     low, high = values.amin(-1), values.amax(-1)
     span = (high - low) * share
     scale, offset = (span / 15).half(), (low + (high - low - span) / 2).half()
@@ -134,14 +134,14 @@ def _side_by_side(scale: torch.Tensor, missing: int) -> torch.Tensor:
 
 
 def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """Eight columns of a row in a 32-bit word, 16 rows of words side by side."""
+    """Eight columns of a row in a 32-bit word, words of 16 rows adjacent."""
     pairs = numbers.reshape(*numbers.shape[:3], 4, 4, 2)
     joined = pairs[..., 0] | (pairs[..., 1] << 4)
     return joined.permute(0, 2, 3, 1, 4).reshape(numbers.shape[0], numbers.shape[2], -1)
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """Four columns of a row in a word, from 0 up."""
+    """Four columns of a row in a 32-bit word, shifted to unsigned."""
     words = (numbers.to(torch.int16) + 128).to(torch.uint8).reshape(*numbers.shape[:3], 8, 4)
     return words.permute(0, 2, 3, 1, 4).reshape(numbers.shape[0], numbers.shape[2], -1)
 
@@ -152,7 +152,7 @@ def _fifth_bits(bits: torch.Tensor) -> torch.Tensor:
     return joined.permute(0, 2, 1, 3).reshape(bits.shape[0], bits.shape[2], -1)
 
 
-# GGUF's blocks, each as bytes (rows, blocks, bytes of a block).
+# GGUF blocks, each as bytes (rows, blocks, bytes per block).
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ _READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedBlocks]]] = {
 
 
 def from_gguf(tensor: Any) -> QuantizedBlocks | None:
-    """A GGUF tensor's own blocks; None for kinds that have no exact counterpart here."""
+    """A GGUF tensor's own blocks; None for types without an exact counterpart here."""
     size, read = _READERS.get(tensor.tensor_type.name, (0, None))
     if read is None:
         return None

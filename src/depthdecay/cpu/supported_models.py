@@ -1,7 +1,7 @@
-"""Which models the compiled pass can run: those whose layers have the plain form of Llama and its kin.
+"""Which models the compiled pass supports: those with Llama-style layers.
 
-Names say which parts a layer has. That they do what the names say is then tried: the model's own forward and ours over
-the same few tokens must give the same logits (compiled_stack.py).
+A model is recognized by the names of its modules. Whether these do what their names suggest is then tested: its own
+forward and the compiled pass must give the same logits on a few tokens (choose_stack.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _FLOATS = (torch.float32, torch.bfloat16)
-# These change with the length of the text, so no table of angles serves them.
+# These depend on the length of the text, so a precomputed table of angles would be wrong.
 _CHANGING_ANGLES = ("dynamic", "longrope")
 
 
 class OtherForm(Exception):
-    """Why a model does not have the plain form."""
+    """Why a model is not supported."""
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """One layer's parts by what they do."""
+    """One layer's modules, by role."""
 
     projections: dict[str, nn.Linear]
     attention_norm: nn.Module
@@ -42,7 +42,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class Form:
-    """A whole model's parts."""
+    """The whole model's modules, by role."""
 
     layers: tuple[LayerForm, ...]
     embedding: nn.Embedding
@@ -57,7 +57,7 @@ class Form:
     dtype: torch.dtype
 
     def matrices(self) -> Iterator[tuple[str, nn.Linear]]:
-        """Every matrix that a step reads, by a name of its own."""
+        """Every matrix that a decode step reads, with a unique name."""
         for index, layer in enumerate(self.layers):
             for name in PROJECTIONS:
                 yield f"{index}.{name}", layer.projections[name]
@@ -65,7 +65,7 @@ class Form:
 
 
 def form_of(stack: LayerStack) -> Form:
-    """The model's parts, or `OtherForm` with the first thing that is not as expected."""
+    """The model's modules; raises `OtherForm` with the first thing that is not as expected."""
     model, owner = stack.model, stack.owner
     config = model.config.get_text_config(decoder=True)
     embedding: Any = model.get_input_embeddings()
@@ -73,26 +73,29 @@ def form_of(stack: LayerStack) -> Form:
     angles: Any = getattr(owner, "rotary_emb", None)
     norm: Any = getattr(owner, "norm", None)
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in stack.layers]
-    _expect(type(embedding) is nn.Embedding and embedding.max_norm is None, "its embedding is of another kind")
-    _expect(type(head) is nn.Linear, "its output matrix is of another kind")
-    _expect(isinstance(angles, nn.Module), "it has no rotary embedding for all layers")
+    _expect(type(embedding) is nn.Embedding and embedding.max_norm is None, "its embedding is not a plain nn.Embedding")
+    _expect(type(head) is nn.Linear, "its LM head is not a plain nn.Linear")
+    _expect(isinstance(angles, nn.Module), "it has no rotary embedding shared by all layers")
     kind = getattr(angles, "rope_type", "default")
-    _expect(kind not in _CHANGING_ANGLES, f"its rotary embedding is of kind {kind}")
+    _expect(kind not in _CHANGING_ANGLES, f"its rotary embedding is of type {kind}")
     layers = tuple(_layer(layer, index) for index, layer in enumerate(stack.layers))
     norms: list[Any] = [norm, *(part for layer in layers for part in (layer.attention_norm, layer.mlp_norm))]
-    _expect(all(map(_is_norm, norms)), "its norms are of another kind")
+    _expect(all(map(_is_norm, norms)), "its norms are not plain RMSNorm")
     epsilons = {float(part.variance_epsilon) for part in norms}
     attention = attentions[0]
     head_size = int(attention.head_dim)
     heads, shared = (layers[0].projections[name].out_features // head_size for name in ("query", "key"))
     sizes = {tuple(layer.projections[name].weight.shape for name in PROJECTIONS) for layer in layers}
-    _expect(len(sizes) == 1 and len(epsilons) == 1, "its layers are of different sizes")
-    _expect(heads % shared == 0 and head_size % 2 == 0, "its heads are of odd numbers")
+    _expect(len(sizes) == 1 and len(epsilons) == 1, "its layers differ in size or in the norms' epsilon")
+    _expect(heads % shared == 0 and head_size % 2 == 0, "its head size is odd, or its heads do not divide into groups")
     _expect(len({float(each.scaling) for each in attentions}) == 1, "its layers scale attention differently")
-    _expect(getattr(config, "attn_logit_softcapping", None) is None, "it caps its attention")
+    _expect(getattr(config, "attn_logit_softcapping", None) is None, "its attention has a softcap")
     dtypes = {p.dtype for p in (*owner.parameters(), head.weight)}
     _expect(len(dtypes) == 1 and dtypes <= set(_FLOATS), f"its weights are {', '.join(sorted(map(str, dtypes)))}")
-    _expect(all(p.device.type == "cpu" and p.is_contiguous() for p in owner.parameters()), "its weights lie elsewhere")
+    _expect(
+        all(p.device.type == "cpu" and p.is_contiguous() for p in owner.parameters()),
+        "its weights are not all contiguous on the CPU",
+    )
     epsilon, dtype = epsilons.pop(), dtypes.pop()
     return Form(
         layers, embedding, angles, norm, head, heads, shared, head_size, float(attention.scaling), epsilon, dtype
@@ -100,7 +103,7 @@ def form_of(stack: LayerStack) -> Form:
 
 
 def hooked(stack: LayerStack) -> bool:
-    """Whether somebody's code hangs on the model, which the compiled pass would not call."""
+    """Whether the model has hooks or a patched forward, which the compiled pass would not call."""
     return any(any(forward_hooks(module)) or "forward" in module.__dict__ for module in stack.model.modules())
 
 
@@ -118,11 +121,14 @@ def _layer(layer: nn.Module, index: int) -> LayerForm:
     projections = {name: attention[place] for name, place in _ATTENTION.items()}
     projections |= {name: mlp[place] for name, place in _MLP.items()}
     plain = all(type(part) is nn.Linear for part in projections.values())
-    _expect(plain, f"layer {index} has matrices of another kind (adapted or quantised ones)")
+    _expect(plain, f"layer {index} has projections that are not plain nn.Linear (adapters or quantized ones)")
     size = int(parts["self_attn"].head_dim)
     for norm in norms.values():
-        _expect(norm is None or (_is_norm(norm) and norm.weight.shape == (size,)), f"layer {index} has other norms")
-    _expect((norms["q_norm"] is None) == (norms["k_norm"] is None), f"layer {index} has other norms")
+        _expect(
+            norm is None or (_is_norm(norm) and norm.weight.shape == (size,)),
+            f"layer {index} has another kind of q_norm or k_norm",
+        )
+    _expect((norms["q_norm"] is None) == (norms["k_norm"] is None), f"layer {index} has only one of q_norm and k_norm")
     return LayerForm(
         projections, parts["input_layernorm"], parts["post_attention_layernorm"], norms["q_norm"], norms["k_norm"]
     )

@@ -1,4 +1,4 @@
-"""How many threads the compiled pass takes: what was asked for, else as torch, but no more than there are cores."""
+"""How many threads the compiled pass uses: the number that was set, else torch's, capped at the number of cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _chosen: int | None = None
 
 
 def set_threads(count: int | None) -> None:
-    """For this process, torch included; None goes back to the machine's own number."""
+    """Set the thread count of this process, torch included; None restores the default."""
     global _chosen
     if count is not None:
         whole_number("threads", count, 1, 1024)
@@ -29,10 +29,10 @@ def threads() -> int:
 
 @functools.cache
 def physical_cores() -> int:
-    """Cores that this process may use. Two threads of one core share what reads the weights, so more gain nothing."""
+    """Physical cores this process may use. Hyperthreads share a core's memory ports, so using both gains nothing."""
     try:
         allowed = os.sched_getaffinity(0)
         siblings = {(_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text() for cpu in allowed}
         return max(len(siblings), 1)
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return os.cpu_count() or 1
