@@ -1,4 +1,4 @@
-"""A learned head in windows that the device goes through by itself, without a GPU: graphs are replayed by calls."""
+"""A learned head in windows that run as CUDA graphs, without a GPU: graphs are replayed by calling them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES = ["llama", "gemma3_text", "gpt2"]
 
 @pytest.fixture(autouse=True)
 def eager_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of one to four drafts in turn, however often they are wrong."""
+    """Windows of one to four drafts in turn, however often they are rejected."""
     counts = iter(range(10_000))
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     monkeypatch.setattr(TrackRecord, "window", lambda record: 1 + next(counts) % 4)
@@ -74,11 +74,11 @@ def test_compiled_heads_say_the_same(first_layers: int) -> None:
     assert [result.token_ids] == expected
     assert result.drafted > 0
     assert engine._chain.last is not None
-    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # nothing was given up
+    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # no fallback
 
 
 def test_a_head_that_is_not_asked_stops_reading_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that lookup finds: the head catches none of it, and what it had drafted there is not looked at again."""
+    """Lookup finds the text: the head follows none of it, and what it had drafted there is never attended to."""
     monkeypatch.setattr(chain_head, "UNUSED", 2)
     model = tiny_model("llama")
     engine = dd.Engine(model, draft_head=random_head(model), fast=False)

@@ -1,4 +1,4 @@
-"""Windows that the device goes through by itself, without a GPU: the same graphs, replayed by calling them again."""
+"""Windows as CUDA graphs, without a GPU: the same graphs, replayed by calling them again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from depthdecay.speculative.chain_lane import Chain, DeviceWindow, take_draft
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_graph_path_says_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets, padded windows and the device's clock."""
+    """Buckets, padded windows and positions kept on the device."""
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
     engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]))
@@ -32,16 +32,16 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
     kept = engine._chain.last
     assert kept is not None
     assert {key[0] for key in kept.passes.graphs.by_key} == {"draft", "verify"}
-    # Graphs and cache are used again, by a shorter text and by a longer one.
+    # Graphs and cache are reused, for a shorter text and for a longer one.
     for prompt, tokens in ((prompts[0][1:], 20), ([*prompts[0], *PROMPTS[1]], 40)):
         engine.generate([prompt], tokens, mode="lossless", eos_token_id=None)
         assert engine._chain.last is kept
     assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None) == expected
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # with whole masks, and with windows
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # with 4D masks, and with sliding windows
 def test_compiled_windows_say_the_same(architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers, what stands beside them, masks and the ends of passes compiled."""
+    """Compiled: layers, the modules around them, masks and the ends of passes."""
     torch._dynamo.reset()
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
@@ -56,14 +56,14 @@ def test_compiled_windows_say_the_same(architecture: str, windows: list[int], mo
     assert engine._chain.last is not None
     graphs = engine._chain.last.passes.graphs
     assert graphs.can_capture
-    assert graphs.compiled is engine.compiled  # nothing was given up
+    assert graphs.compiled is engine.compiled  # no fallback
     assert graphs.compared == {"one", "few"}
     norm = next(child for name, child in engine.stack.owner.named_children() if name == "norm")
-    assert "forward" not in norm.__dict__  # put back
+    assert "forward" not in norm.__dict__  # restored
 
 
 def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both run a pass ahead of the one that counts: from where that one starts, or columns run out of the bucket."""
+    """Both run a pass before the one that counts. It must start where that one does, or it overruns the bucket."""
     timed: list[Captured] = []
 
     def time(self: Chain, captured: Captured) -> float:
@@ -76,7 +76,7 @@ def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: py
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
     monkeypatch.setattr(Chain, "_time", time)
-    engine = perfect_engine()  # whose windows are kept whole, so that a pass ahead moves on by all of it
+    engine = perfect_engine()  # all drafts are accepted, so an extra pass would advance by a whole window
     for start in range(len(PROMPTS[0])):
         prompt = PROMPTS[0][start:]
         expected = token_ids(engine, "full", [prompt], 60, eos_token_id=None)
@@ -90,7 +90,7 @@ def test_captures_and_timings_leave_no_trace(windows: list[int], monkeypatch: py
 def test_compiled_layers_that_say_something_else_are_given_up(
     rows: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that uses its index for more than the cache is wrong once all have the same."""
+    """A layer that uses its index for anything besides the cache is wrong once all layers share one."""
 
     def layer(self: CompiledLayers, stack: Any, index: int, kind: str, args: Any, kwargs: Any) -> Any:
         output = stack.layers[index].__class__.forward(stack.layers[index], *args, **kwargs)
@@ -112,7 +112,7 @@ def test_compiled_layers_that_say_something_else_are_given_up(
 def test_a_pass_that_cannot_be_captured_is_run_eagerly(
     allowed: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first graph, or after some windows; the next request does not try again."""
+    """At the first graph, or after some windows. The next request does not try again."""
     engine = perfect_engine()
     expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None)
     replay_captures(monkeypatch, iter([True] * allowed + [False]))
@@ -147,7 +147,7 @@ def test_plain_steps_run_ahead_while_drafting_pauses(lookup: int, monkeypatch: p
 def test_a_window_is_begun_before_the_last_one_is_known(
     lookup: int, most_finds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the device does not wait for the host. Where lookup often finds something, such drafts would be lost."""
+    """So the device does not wait for the host. If lookup often finds something, such drafts would be wasted."""
     monkeypatch.setattr("depthdecay.speculative.lossless.MOST_FINDS", most_finds)
     replay_captures(monkeypatch)
     ahead: list[bool] = []
@@ -174,10 +174,10 @@ def test_a_window_is_begun_before_the_last_one_is_known(
     expected = token_ids(engine, "full", PROMPTS[:1], 60, eos_token_id=None)
     engine.uses_graphs = True
     for _ in range(3):
-        passes = LAYERS  # the first token comes with the prompt
+        passes = LAYERS  # the first token comes from the prefill
         (result,) = engine.generate(PROMPTS[:1], 60, mode="lossless", eos_token_id=None, lookup=lookup)
         assert [result.token_ids] == expected
-        assert result.layer_passes == passes  # with drafts that were lost
+        assert result.layer_passes == passes  # including wasted drafts
     assert ahead.count(True) > 6 if most_finds > 0 else not any(ahead)
 
 

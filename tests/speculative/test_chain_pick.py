@@ -1,4 +1,4 @@
-"""Sampled text in windows that the device goes through by itself, without a GPU: graphs are replayed by calls."""
+"""Sampled text in windows that run as CUDA graphs, without a GPU: graphs are replayed by calling them again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> list[type]:
-    """Which lanes texts were read by."""
+    """Which lanes prefilled texts."""
     read: list[type] = []
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     replay_captures(monkeypatch)
@@ -59,7 +59,7 @@ def test_seeded_answers_are_full_depths(
 
 
 def test_drafts_draw_what_their_verification_draws(windows: list[int], lanes: list[type]) -> None:
-    """By all layers, so that nothing but the draw could differ."""
+    """With all layers, so that only the draw could differ."""
     engine = dd.Engine(tiny_model("llama"), plan=dd.Plan.constant(LAYERS, LAYERS, drop_order=[3, 5]), fast=False)
     engine.uses_graphs = True
     for name in ("all", "penalty"):
@@ -69,7 +69,7 @@ def test_drafts_draw_what_their_verification_draws(windows: list[int], lanes: li
 
 
 def test_settings_take_turns(windows: list[int], lanes: list[type]) -> None:
-    """Graphs know their settings; those of greedy text stay."""
+    """Graphs are bound to their settings; greedy ones stay."""
     engine = dd.Engine(tiny_model("llama"), plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5]), fast=False)
     expected = {}
     for name, settings in SETTINGS.items():

@@ -1,4 +1,4 @@
-"""A draft head on a CPU as one compiled call says what it says in torch."""
+"""A draft head as one compiled call on a CPU matches the same head in torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_long_text_finds_room() -> None:
 
 
 def test_the_last_layer_of_torch_is_left_alone() -> None:
-    """The compiled call writes into states of its own."""
+    """The compiled call writes to its own copy of the states."""
     model = tiny_model("llama")
     placed = PlacedHead(random_head(model), open_stack(model))
     compiled = CompiledHead.of(placed)

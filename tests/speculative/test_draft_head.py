@@ -1,4 +1,4 @@
-"""A learned head: what it drafts is what it was fitted to draft, and lossless answers stay the full model's."""
+"""A learned head drafts as it was trained to, and lossless answers stay those of the full model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = [*PROMPT, 7, 12, 93, 4, 55, 31, 8, 70]
 def test_a_window_is_drafted_as_it_was_fitted(
     architecture: str, first_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft of a window that begins anywhere: the states of decoding are those of the unrolled fit."""
+    """Every draft of a window, wherever it begins: states in decoding match those of the unrolled training."""
     monkeypatch.setattr(devices, "_is_faster_in_bfloat16", lambda: False)  # decoding is in 32 bits
     model = tiny_model(architecture)
     stack = LayerStack.of(model)
@@ -49,7 +49,7 @@ def test_a_window_is_drafted_as_it_was_fitted(
     text = HeadText(placed, first if first_layers else None)
     certain = 4
     text.verified(TEXT[1 : certain + 1], states)
-    for begins in (4, 7, 8, 11):  # position of the last certain token
+    for begins in (4, 7, 8, 11):  # position of the last verified token
         rows = {layer: state[certain:begins] for layer, state in states.items()}
         if begins > certain:
             text.verified(TEXT[certain + 1 : begins + 1], rows)
@@ -82,7 +82,7 @@ def test_sampled_answers_too() -> None:
 
 
 def test_right_drafts_are_taken_and_told() -> None:
-    """A model whose every layer adds nothing: its next token depends on the last one alone, which a head can say."""
+    """A model whose layers add nothing: its next token depends on the last one alone, so a head can predict it."""
     model = tiny_model("llama")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -166,7 +166,7 @@ def test_a_head_in_4_bits_is_small_and_drafts_nearly_as_well(tmp_path: Path) -> 
     model = tiny_model("llama", hidden_size=128, intermediate_size=256)
     head = random_head(model, 0)
     whole, small = head.save(tmp_path / "whole"), head.save(tmp_path / "small", in_4_bits=True)
-    assert small.stat().st_size < 0.45 * whole.stat().st_size  # in which matrices are 2 bytes a number
+    assert small.stat().st_size < 0.45 * whole.stat().st_size  # where matrices take 2 bytes per element
     read = DraftHead.load(small)
     assert read.shape == head.shape
     assert torch.equal(read.vocabulary, head.vocabulary)

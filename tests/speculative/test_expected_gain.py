@@ -1,4 +1,4 @@
-"""How long to draft and at which depth: what is expected, what is learnt, and what it costs where it does not pay."""
+"""How much to draft and at which depth: what is expected, what is learned, and the cost where it does not pay."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_drafter_learns_and_stops() -> None:
         count = bad.window()
         drafted += count
         bad.saw(count, 0)
-    assert drafted <= 12  # of 400 tokens: what it cost to find out stays under 3%
-    # Text that becomes easy is noticed.
+    assert drafted <= 12  # of 400 tokens: the cost of finding out stays under 3%
+    # Text that becomes easier is noticed.
     for _ in range(1200):
         count = bad.window()
         bad.saw(count, count)
@@ -60,7 +60,7 @@ def test_costs_come_from_what_was_timed() -> None:
 
 
 def learn(drafting: Drafting, right: dict[int, float], tokens: int = 4000, seed: int = 0) -> dict[int, int]:
-    """Windows on a made-up text, whose drafts are right this often at each depth; how often each depth drafted."""
+    """Windows on synthetic text with this acceptance rate at each depth; returns how often each depth drafted."""
     chance = torch.Generator().manual_seed(seed)
     used = dict.fromkeys(right, 0)
     position = 0
@@ -91,7 +91,7 @@ def test_the_depth_with_the_best_rate_is_found() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("draft", [0.3, 0.5, 0.77])
 def test_drafting_that_does_not_pay_costs_at_most_three_percent(draft: float, noise: float) -> None:
-    """On made-up text and a machine whose times vary: what is learnt is what was timed and seen, as in an engine."""
+    """On synthetic text and a machine with noisy timings: learning from times and acceptance, as in an engine."""
 
     def speed(right: float, seed: int) -> float:
         chance = random.Random(seed)
@@ -114,7 +114,7 @@ def test_drafting_that_does_not_pay_costs_at_most_three_percent(draft: float, no
             step = pace.step
             drafter.saw(count, accepted, cost=None if step is None else seconds / step)
             told, cost = told + accepted + 1, cost + seconds
-        return told / cost * (1 + 0.15 * noise)  # what a plain step takes on average
+        return told / cost * (1 + 0.15 * noise)  # average duration of a plain step
 
     for right in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
         assert sum(speed(right, seed) for seed in range(4)) / 4 > 0.97
@@ -127,7 +127,7 @@ def test_a_drafter_knows_where_it_is_and_how_sure() -> None:
         drafter.position = 10
         drafter.saw(4, 1, [0.99, 0.4, 0.4, 0.4])
     drafter.position = 300
-    assert drafter.acceptance < 0.7  # a first guess from the place before
+    assert drafter.acceptance < 0.7  # initial guess from the preceding positions
     for _ in range(60):
         drafter.saw(4, 4, [0.9] * 4)
     assert drafter.acceptance > 0.95

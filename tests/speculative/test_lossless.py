@@ -53,7 +53,7 @@ def test_drafts_that_are_right_are_kept(windows: list[int]) -> None:
     assert set(result.depths) == {LAYERS}
     assert result.draft_depths.count(LAYERS - 1) == result.accepted
     assert result.draft_depths[0] is None
-    # The prompt gives one token, every verification one more, every accepted draft another.
+    # The prefill gives one token, every verification one more, every accepted draft another.
     assert 1 + result.verifications + result.accepted == 40
     assert result.layers_executed == (1 + result.verifications) * LAYERS + result.drafted * (LAYERS - 1)
     assert result.passes_per_token == pytest.approx(result.layers_executed / (40 * LAYERS))
@@ -63,7 +63,7 @@ def test_drafts_that_are_right_are_kept(windows: list[int]) -> None:
 def test_rows_advance_by_different_amounts(
     architecture: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts that are right for one row and wrong for another, many times over."""
+    """Drafts that are accepted for one row and rejected for another, many times over."""
     engine = dd.Engine(tiny_model(architecture), plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[3]))
     expected = token_ids(engine, "full", PROMPTS, 60, eos_token_id=None)
     rounds = iter(range(1000))
@@ -128,7 +128,7 @@ def test_it_is_the_mode_where_no_plan_is_given() -> None:
     assert result.mode == "lossless"
     assert engine.drafting_plan is plan
     assert result.token_ids == token_ids(engine, "full", PROMPTS[:1], 20, eos_token_id=None)[0]
-    # Rows would share their windows, and criteria look at every token.
+    # Rows would share their windows, and criteria are evaluated at every token.
     assert {r.mode for r in engine.generate(PROMPTS, 4, eos_token_id=None)} == {"full"}
     assert engine.generate(PROMPTS[:1], 4, stopping_criteria=[lambda ids, scores: False])[0].mode == "full"
     assert dd.Engine(model, plan=plan).generate(PROMPTS[:1], 4)[0].mode == "decay"
@@ -143,8 +143,8 @@ def test_windows_are_as_long_as_asked_for(windows: list[int]) -> None:
 
 
 def test_sampling_keeps_the_full_models_distribution(windows: list[int]) -> None:
-    """Unseeded draws of three tokens against those of full depth: the same frequencies within chance."""
-    torch.manual_seed(0)  # which unseeded requests draw from: the same draws in every run of this test
+    """Unseeded samples of three tokens compared with full depth: the same frequencies within chance."""
+    torch.manual_seed(0)  # unseeded requests draw from it: the same draws in every run of this test
     model = tiny_model("llama", vocab_size=6)
     engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 4]))
     sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "eos_token_id": None}
@@ -157,11 +157,11 @@ def test_sampling_keeps_the_full_models_distribution(windows: list[int]) -> None
     assert drafted > 1000
     mean = (counts[0] + counts[1]) / 2
     square = float((((counts[0] - mean) ** 2 + (counts[1] - mean) ** 2) / mean.clamp(min=1)).sum())
-    assert square < 20.5  # 5 degrees of freedom: one seed in a thousand is beyond
+    assert square < 20.5  # 5 degrees of freedom: exceeded by one seed in a thousand
 
 
 def test_lookup_is_used_and_can_be_switched_off() -> None:
-    """A model that repeats itself: what follows is in the text already."""
+    """A model that repeats itself: what follows is already in the text."""
     engine = perfect_engine()
     prompt = [7, 8, 9, 10, 11, 12] * 4
     for lookup in (True, False):
@@ -196,21 +196,21 @@ def test_confidence_ends_a_window() -> None:
 
     def doubtful(self: TrackRecord, sure: float) -> bool:
         told.append(sure)
-        return len(told) % 3 != 0  # asked after every draft but the last that there may be
+        return len(told) % 3 != 0  # called after every draft except the last possible one
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrackRecord, "window", lambda self: 6)
         patch.setattr(TrackRecord, "goes_on", doubtful)
         (result,) = engine.generate([PROMPTS[0]], 30, mode="lossless", lookup=False, eos_token_id=None)
     assert result.token_ids == token_ids(engine, "full", [PROMPTS[0]], 30, eos_token_id=None)[0]
-    # Three drafts, then doubt: four tokens a window.
+    # Three drafts, then a stop: four tokens per window.
     assert result.draft_depths[1:9] == [LAYERS - 1] * 3 + [None] + [LAYERS - 1] * 3 + [None]
     assert all(0 < sure <= 1 for sure in told)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts choose among few tokens, also in the tiny vocabularies of these models."""
+    """Drafts choose among few tokens, even with the tiny vocabularies of these models."""
     for name, value in {"LEAST": 24, "SHARE": 1000, "SPARE": 8, "WORTH": 0.0}.items():
         monkeypatch.setattr(f"depthdecay.speculative.short_head.{name}", value)
 
@@ -242,7 +242,7 @@ def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
     head.start([1, 50, 60, 50])
     assert head.ids[head.fixed : head.fixed + 2].tolist() == [50, 60]
     head.add(range(60, 80))
-    assert head.ids[head.fixed : head.fixed + 8].tolist() == [50, 60, *range(61, 67)]  # as many as there is room for
+    assert head.ids[head.fixed : head.fixed + 8].tolist() == [50, 60, *range(61, 67)]  # as many as fit
     assert torch.equal(head.weight, model.get_output_embeddings().weight[head.ids])
     hidden = torch.randn(3, model.config.hidden_size)
     with head.in_place():

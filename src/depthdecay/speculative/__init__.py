@@ -1,1 +1,1 @@
-"""Draft and verify: the full model's own answer in fewer passes. `lossless` tells the story."""
+"""Speculative decoding: draft and verify, for the full model's answer in fewer passes. Start reading at `lossless`."""

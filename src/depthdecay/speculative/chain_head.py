@@ -1,7 +1,8 @@
-"""A learned head inside the windows that a device goes through by itself: its cache and its passes as parts of graphs.
+"""A learned head inside windows that run as CUDA graphs: its KV cache and its passes are part of the graphs.
 
-A verification leaves the full model's states behind; its graph goes on to read the window's tokens beside them, so that
-the head's keys are those of verified states. A draft's graph reads the last token, and feeds its own state to the next.
+A verification produces the full model's states. Its graph then runs the head over the window's tokens with these
+states, so that the head's keys come from verified states. A draft's graph runs the head on the last token, and feeds
+the head's own state to the next draft.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from depthdecay.model.devices import cuda_generation, overlaps_kernels
 from depthdecay.speculative.draft_head import DraftHead
 from depthdecay.speculative.head_text import LONGEST_READ, PlacedHead
 
-Compiled = Callable[..., Callable[..., Any]]  # a function, and for how many rows, to the same function compiled
+Compiled = Callable[..., Callable[..., Any]]  # takes a function and how many rows it gets; returns it compiled
 
-UNUSED = 32  # verifications without a draft of the head's, after which it no longer reads along
+UNUSED = 32  # verifications without a draft by the head, after which it stops following the text
 
 
 def head_pass(
@@ -33,10 +34,10 @@ def head_pass(
     known: torch.Tensor,
     overlap: bool | None,
 ) -> torch.Tensor:
-    """The head's states of tokens at these positions, whose keys and values it writes.
+    """The head's states for tokens at these positions; writes their keys and values.
 
-    `known`: at which positions something has been written; others are not looked at. `overlap`: as for `attend`, and
-    None where our kernel cannot run.
+    `known`: positions that have been written; others are masked out. `overlap`: as for `attend`; None if our kernel
+    cannot run.
     """
     angles = head.angles(positions.unsqueeze(0), given.dtype)
     query, key, value = head.project(given, before, angles)
@@ -45,7 +46,7 @@ def head_pass(
     known.index_fill_(0, positions, True)
     places = torch.arange(known.shape[0], device=known.device)
     mask = ((places <= positions.unsqueeze(1)) & known)[None, None]
-    if overlap is not None and can_attend(query, keys, values, mask):  # two kernels, where torch has ten
+    if overlap is not None and can_attend(query, keys, values, mask):  # two kernels instead of torch's ten
         mixed = attend(query, keys, values, mask, head.shape.head_size**-0.5, None, None, overlap).transpose(1, 2)
     else:
         mixed = functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
@@ -53,7 +54,7 @@ def head_pass(
 
 
 def joined_states(head: DraftHead, states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The full model's states of each position as one."""
+    """The full model's states of each position, projected to one."""
     return head.joined(torch.cat(list(states), dim=-1))
 
 
@@ -68,7 +69,7 @@ def behind_window(
     known: torch.Tensor,
     overlap: bool | None,
 ) -> torch.Tensor:
-    """Read a verified window; the states that its tokens leave to those behind them."""
+    """Run the head over a verified window; returns the joined states, which the next tokens are run with."""
     joined = joined_states(head, states)
     head_pass(head, given, torch.cat([before, joined[:, :-1]], dim=1), positions, keys, values, known, overlap)
     return joined
@@ -79,16 +80,16 @@ def head_logits(head: DraftHead, state: torch.Tensor, weight: torch.Tensor, bias
 
 
 class ChainHead:
-    """What a chain of windows needs of a head. Tensors stay where they are, since graphs have captured them."""
+    """A head's state in a chain of windows. Tensors keep their addresses, since graphs have captured them."""
 
     def __init__(self, placed: PlacedHead, room: int) -> None:
         self.placed, self.head = placed, placed.head
         shape, like = placed.head.shape, placed.weight
-        # One position more than is ever used: a part of it always has the same strides, and is compiled for once.
+        # One position more than is ever used, so slices always have the same strides and need one compilation.
         self.keys = like.new_zeros((1, shape.key_value_heads, room + 1, shape.head_size))
         self.values = torch.zeros_like(self.keys)
         self.known = torch.zeros(room + 1, dtype=torch.bool, device=like.device)
-        # What the last certain token is read beside, and what the last one of all: behind a draft, the head's own.
+        # The state before the last verified token, and before the last token of all: after a draft, the head's own.
         self.certain = like.new_zeros((1, 1, shape.hidden))
         self.before = torch.zeros_like(self.certain)
         self.unused = 0  # verifications since it last drafted
@@ -96,7 +97,7 @@ class ChainHead:
 
     @property
     def changing(self) -> list[torch.Tensor]:
-        """What passes change besides keys and values, which are written again."""
+        """State that passes change, besides keys and values, which are overwritten anyway."""
         return [self.known, self.certain, self.before]
 
     @property
@@ -108,7 +109,7 @@ class ChainHead:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def begin(self, text: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
-        """A new text, behind its pass through all layers."""
+        """Start a new text, after its full-depth prefill."""
         dtype = self.placed.weight.dtype
         joined = joined_states(self.head, self._states(states, dtype)).unsqueeze(0)
         given = self.given(torch.tensor([text], device=joined.device), states)
@@ -122,12 +123,12 @@ class ChainHead:
         self.go_on(joined[:, -1:])
 
     def go_on(self, state: torch.Tensor) -> None:
-        """The next window begins beside this state of the full model."""
+        """Start the next window from this state of the full model."""
         self.certain.copy_(state)
         self.before.copy_(state)
 
     def given(self, ids: torch.Tensor, states: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What the head is told of tokens (1, tokens): embeddings, or what the first layers made of them."""
+        """The head's input for tokens (1, tokens): embeddings, or the output of the model's first layers."""
         first = self.head.shape.first_layers
         found: torch.Tensor = states[first - 1] if first else self.placed.embedding(ids)
         return found.reshape(1, -1, self.head.shape.hidden).to(self.placed.weight.dtype)
@@ -140,11 +141,11 @@ class ChainHead:
         bucket: int,
         compiled: Compiled,
     ) -> torch.Tensor:
-        """Read the tokens of a verification; the states (1, tokens, hidden) that they leave to those behind them."""
+        """Run the head over the tokens of a verification; returns their joined states (1, tokens, hidden)."""
         given = self.given(ids, states)
         parts = [state.reshape(1, -1, self.head.shape.hidden) for state in self._states(states, given.dtype)]
         several = given.shape[1] > 1
-        if several:  # one compilation for every number of them
+        if several:  # one compilation for any number of tokens
             for tensor in (given, *parts):
                 vary_sizes(tensor, (1,))
             vary_sizes(positions, (0,))
@@ -153,7 +154,7 @@ class ChainHead:
         return joined
 
     def leave_out(self, positions: torch.Tensor) -> None:
-        """A verification that it does not read: what was drafted there is nobody's any more."""
+        """Skip a verification: mask out what was drafted at these positions."""
         self.known.index_fill_(0, positions, False)
 
     def draft(
@@ -163,14 +164,14 @@ class ChainHead:
         bucket: int,
         compiled: Compiled,
     ) -> torch.Tensor:
-        """Logits behind one token at a position, and the state that the next one is read beside."""
+        """Logits after one token at a position; keeps the state that the next token is run with."""
         state = compiled(head_pass)(self.head, given, self.before, position, *self._room(bucket), self.overlap)
         logits: torch.Tensor = compiled(head_logits)(self.head, state, self.placed.weight, self.placed.bias)
         self.before.copy_(state)
         return logits
 
     def _room(self, positions: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and what is known of the first positions: what is compiled for them serves any number."""
+        """Keys, values and mask of the first positions, with that dimension marked dynamic: one compilation for all."""
         keys, values, known = self.keys[:, :, :positions], self.values[:, :, :positions], self.known[:positions]
         for tensor, place in ((keys, 2), (values, 2), (known, 0)):
             vary_sizes(tensor, (place,))

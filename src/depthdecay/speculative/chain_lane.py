@@ -1,6 +1,6 @@
-"""Windows of one text that the device goes through by itself: graphs that draft, verify and feed each other.
+"""Windows of one text as CUDA graphs that draft, verify and feed each other on the device.
 
-The host starts passes and reads what comes; it waits once a window, and the next one can be begun before that.
+The host launches graphs and reads results. It waits once per window, and may launch the next window before that.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace
 from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import PIECES, ShortHead, product
 
-# Numbers of tokens that verifications are captured for; a shorter one is padded behind, where nobody looks. On an H200
-# a pass over 8 costs 3% more than one over 4, so more sizes would save less than capturing them takes.
+# Token counts that verifications are captured for. A shorter one is padded at the end, where no token attends. On an
+# H200 a pass over 8 tokens costs 3% more than one over 4, so more sizes would save less than their capture costs.
 SIZES = (1, 2, 4, 8, 16)
-TURNS = 4  # verifications whose answers are kept: more than are ever under way
+TURNS = 4  # verifications whose results are kept: more than are ever in flight
 
 
 class DeviceWindow:
-    """A window on the device: the last certain token, the drafts behind it, and where they stand.
+    """A window on the device: the last verified token, the drafts after it, and their positions.
 
-    Drafts and verifications read and advance it, so that passes follow each other without the host.
+    Drafts and verifications read and advance it, so passes follow each other without the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,17 +40,17 @@ class DeviceWindow:
         longest = SIZES[-1]
         self.ids = torch.zeros((1, longest + 1), dtype=torch.long, device=device)
         self.drafted = torch.zeros(1, dtype=torch.long, device=device)
-        self.base = torch.zeros(1, dtype=torch.long, device=device)  # the position of the last certain token
+        self.base = torch.zeros(1, dtype=torch.long, device=device)  # the position of the last verified token
         self.steps = torch.arange(longest, device=device)
-        # Of the last windows in turn: how sure the drafts are; how many tokens stay, and all of them.
+        # Ring buffers over the last windows: the drafts' confidences; and the number of tokens kept, then the tokens.
         self.confidences = torch.zeros((TURNS, longest + 1), device=device)
         self.answers = torch.zeros((TURNS, longest + 1), dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
-        self.given = torch.zeros(longest, dtype=torch.long, pin_memory=on_cuda)  # by the host
-        # What the host reads. Copies to it are part of the graphs.
+        self.given = torch.zeros(longest, dtype=torch.long, pin_memory=on_cuda)  # drafts from the host
+        # What the host reads. The copies are part of the graphs.
         self.confidences_host = torch.zeros((TURNS, longest + 1), pin_memory=on_cuda)
         self.answers_host = torch.zeros((TURNS, longest + 1), dtype=torch.long, pin_memory=on_cuda)
-        # The same memory: reading a number from it takes a tenth of the time, and the device waits meanwhile.
+        # The same memory as numpy: reading an element takes a tenth of the time, while the device waits.
         self.confidences_read, self.answers_read = self.confidences_host.numpy(), self.answers_host.numpy()
 
 
@@ -62,8 +62,8 @@ def take_draft(
     confidences: torch.Tensor,
     turn: torch.Tensor,
 ) -> None:
-    """Put the likeliest token behind the drafts so far, and its probability; `rows` are the tokens of short logits."""
-    # In pieces first, for one program each: a single one would take longer than half a layer.
+    """Append the most likely token to the drafts, with its probability. `rows`: the tokens of a shortened LM head."""
+    # Reduced in pieces, one program each: a single program would take longer than half a layer.
     pieces = logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
     highest, place = pieces.max(1)
     shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
@@ -83,7 +83,7 @@ def take_picked(
     confidences: torch.Tensor,
     turn: torch.Tensor,
 ) -> None:
-    """The same with a draft that was picked already, as the place of one of the logits."""
+    """The same for a draft that was already picked, given as an index into the logits."""
     confidences.index_put_((turn, drafted), logits.float().softmax(-1)[0, picked])
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (picked if rows is None else rows[picked]).unsqueeze(0))
@@ -98,7 +98,7 @@ def take_verified(
     answers: torch.Tensor,
     turn: torch.Tensor,
 ) -> None:
-    """Keep the drafts that the full model would have said, and a token of its own; the next window starts there."""
+    """Keep the accepted drafts and one token of the full model; the next window starts there."""
     right = count_right_on_device(ids[:, 1:], said[:, :-1], drafted)
     window[:, :1] = said.gather(1, right.unsqueeze(0))
     answer = torch.cat([right + 1, said[0], said.new_zeros(SIZES[-1] - said.shape[1])])
@@ -109,16 +109,16 @@ def take_verified(
 
 
 class Chain:
-    """A `Lane` of graphs. Every method may raise `NotCapturable`; the text then has to be read by another lane."""
+    """A `Lane` of CUDA graphs. Every method may raise `NotCapturable`; another lane must then prefill the text."""
 
-    at_once = 2  # drafts that are started before anything is waited for
+    at_once = 2  # drafts started before waiting for anything
     lag = 1  # a draft's confidence is read while the next one runs
     runs_ahead = True
 
     def __init__(
         self, passes: PassGraphs, short_head: ShortHead | None, draft_head: PlacedHead | None, pace: Pace
     ) -> None:
-        """`passes`: of one text, with as much room in every layer as `room_for` says."""
+        """`passes`: for one text, with `room_for` positions in every layer."""
         self.passes = passes
         self.short_head = short_head
         self.pace = pace
@@ -131,7 +131,7 @@ class Chain:
         self.pick = ChainPick(vocabulary, passes.room, window.ids.device)
         passes.changing += self.pick.changing
         self._arrivals: list[torch.cuda.Event | None] = []  # of this window's drafts
-        self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications: tokens, and their end
+        self._underway: deque[tuple[int, torch.cuda.Event | None]] = deque()  # verifications in flight: tokens, end
         self._turn = 0
 
     @staticmethod
@@ -139,7 +139,7 @@ class Chain:
         return room_for(positions + LONGEST + 1 + SIZES[-1], 1)
 
     def fits(self, positions: int) -> bool:
-        """Whether a text of so many positions can be decoded in the same room, with the same graphs."""
+        """Whether a text of so many positions fits into the same cache, with the same graphs."""
         return self.room_for(positions) <= self.passes.room
 
     @property
@@ -173,7 +173,7 @@ class Chain:
         self.pick.begin(torch.tensor(self._text, device=window.ids.device), token)
 
     def prepare(self, sampler: Sampler) -> None:
-        """The next text is picked by this sampler. Graphs of other settings make room, but for greedy ones."""
+        """Set the next text's sampler. Graphs for other settings are freed, except greedy ones."""
         self.pick.prepare(sampler)
         if self.pick.is_greedy:
             return
@@ -184,7 +184,7 @@ class Chain:
     def offer(self, drafts: Sequence[int]) -> None:
         window, count = self.window, len(drafts)
         window.given[:count] = torch.tensor(drafts)
-        window.ids[0, 1 : count + 1].copy_(window.given[:count], non_blocking=True)  # the last ones have been read
+        window.ids[0, 1 : count + 1].copy_(window.given[:count], non_blocking=True)  # earlier copies have completed
         window.drafted.fill_(count)
 
     def draft(self, depth: int, step: int) -> None:
@@ -225,7 +225,7 @@ class Chain:
 
     @property
     def _at_most(self) -> int:
-        """Positions that may be filled once all verifications that are under way have ended."""
+        """Upper bound on the filled positions once all verifications in flight have ended."""
         return self.passes.filled + sum(size for size, _ in self._underway)
 
     def collect(self) -> tuple[list[int], list[float]]:
@@ -240,7 +240,7 @@ class Chain:
 
     @property
     def window_seconds(self) -> float | None:
-        """Windows overlap, so none has a time of its own; their parts are timed where they are captured."""
+        """Windows overlap, so they have no duration of their own; passes are timed when they are captured."""
         return None
 
     def _now(self) -> torch.cuda.Event | None:
@@ -251,7 +251,7 @@ class Chain:
         return event
 
     def _time(self, captured: Captured) -> float | None:
-        """How long a pass takes on this machine: windows are chosen by that."""
+        """The duration of a pass on this machine, by which windows are chosen."""
         if not self.window.ids.is_cuda:
             return None
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -266,7 +266,7 @@ class Chain:
         return min(seconds)
 
     def _draft(self, bucket: int) -> torch.Tensor:
-        """One draft behind the last one, and how sure it is."""
+        """One draft after the last one, and its confidence."""
         window, short, passes = self.window, self.short_head, self.passes
         ask = Ask(short=short)
         position = window.base + window.drafted
@@ -281,7 +281,7 @@ class Chain:
         return logits
 
     def _by_head(self, bucket: int) -> torch.Tensor:
-        """The same by the learned head, behind those first layers of the model that it builds on."""
+        """One draft by the learned head, on top of those first layers of the model that it builds on."""
         window, passes, head = self.window, self.passes, self.head
         assert head is not None
         position = window.base + window.drafted
@@ -310,7 +310,7 @@ class Chain:
         window.confidences_host.copy_(window.confidences, non_blocking=True)
 
     def _verify(self, size: int, bucket: int, reads: bool) -> torch.Tensor:
-        """The full model on the window; what it keeps moves the window on. A head that `reads` along keeps up."""
+        """Verify the window with the full model and advance it. With `reads`, the head follows the text as well."""
         window, passes, head = self.window, self.passes, self.head
         ids = window.ids[:, :size].clone()
         positions = window.base + window.steps[:size]
@@ -323,7 +323,7 @@ class Chain:
             head.leave_out(positions)
         take_over = passes.as_few_kernels(take_verified)
         if self.pick.is_greedy:
-            said = logits.argmax(-1)  # torch's own kernel has many programs for a row, a generated one has one
+            said = logits.argmax(-1)  # torch's kernel uses many blocks per row, a generated one only one
         else:
             said = self.pick.verified(logits[0], ids, positions).unsqueeze(0)
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)

@@ -1,7 +1,7 @@
-"""How tokens are picked inside windows that the device goes through by itself: greedily, or by a sampler's settings.
+"""How tokens are picked inside windows that run as CUDA graphs: greedily, or with a sampler's settings.
 
-Everything that a pick needs lies on the device: the noise keys of the text by token index, and which tokens the text
-has so far. The settings themselves are part of the graphs, so texts with other settings have graphs of their own.
+Everything a pick needs is on the device: the text's noise keys by token index, and the set of tokens in the text so
+far. The settings are baked into the graphs, so texts with other settings need other graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PENALTY = "RepetitionPenaltyLogitsProcessor"
 
 
 def settings_of(sampler: Sampler) -> tuple[Any, ...] | None:
-    """What picks of this sampler are told apart by; None where graphs cannot do what it does."""
+    """A key for the settings that graphs depend on; None if graphs cannot do what the sampler does."""
     if sampler.is_plain_greedy:
         return ()
     penalties = [processor for processor in sampler.processors if type(processor).__name__ == _PENALTY]
@@ -30,12 +30,12 @@ def settings_of(sampler: Sampler) -> tuple[Any, ...] | None:
 
 
 class ChainPick:
-    """Picks for one text at a time. Tensors stay where they are, since graphs have captured them."""
+    """Picks for one text at a time. Tensors keep their addresses, since graphs have captured them."""
 
     def __init__(self, vocabulary: int, room: int, device: torch.device) -> None:
         self.vocabulary = vocabulary
-        self.keys = torch.zeros(room, dtype=torch.long, device=device)  # by position of the token that is picked behind
-        self.has = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)  # tokens of the text; the last: nothing
+        self.keys = torch.zeros(room, dtype=torch.long, device=device)  # by the position before the picked token
+        self.has = torch.zeros(vocabulary + 1, dtype=torch.bool, device=device)  # tokens of the text; the last: dummy
         self.settings: tuple[Any, ...] = ()
         self.sampler: Sampler | None = None
 
@@ -53,18 +53,18 @@ class ChainPick:
         return any(type(processor).__name__ == _PENALTY for processor in self.sampler.processors)
 
     def prepare(self, sampler: Sampler) -> None:
-        """For a text of this sampler's, whose settings graphs can follow."""
+        """Prepare for a text with this sampler, whose settings graphs must support."""
         settings = settings_of(sampler)
         assert settings is not None
         self.sampler, self.settings = sampler, settings
 
     def begin(self, text: torch.Tensor, token: int) -> None:
-        """The text that was read, and the token behind it."""
+        """Start from the text that was prefilled and the token after it."""
         if self.is_greedy:
             return
         assert self.sampler is not None
         if self.sampler.keys is not None:
-            # The token behind position p has the index p + 1 - prompt; what comes behind the last one is thrown away.
+            # The token after position p has the index p + 1 - prompt; tokens beyond the last key are discarded.
             first, keys = self.sampler.prompt_length - 1, self.sampler.keys[0]
             count = min(len(keys), len(self.keys) - first)
             self.keys[first : first + count] = keys[:count]
@@ -81,21 +81,21 @@ class ChainPick:
         drafted: torch.Tensor,
         position: torch.Tensor,
     ) -> torch.Tensor:
-        """The token (1) behind a window's drafts so far, as the place of one of the logits; `rows`: their tokens."""
+        """The token (1) after a window's drafts so far, as an index into the logits; `rows`: their token ids."""
         has = self._with_window(ids, drafted)[:, :-1] if self._penalises else None
         if has is not None and rows is not None:
             has = has[:, rows]
         return self._pick(logits, has, position, rows)
 
     def verified(self, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What the full model says behind every token of a window (rows)."""
+        """The full model's pick after every token of a window (rows)."""
         has = None
         if self._penalises:
             has = self._with_window(ids, torch.arange(ids.shape[1], device=ids.device))[:, :-1]
         return self._pick(logits, has, positions, None)
 
     def take(self, ids: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-        """The text has the first tokens of a window now, and the one behind them."""
+        """Add the first tokens of a window, and the one after them, to the text."""
         if self.is_greedy or not self._penalises:
             return
         places = torch.arange(ids.shape[1], device=ids.device)
@@ -104,7 +104,7 @@ class ChainPick:
         self.has[-1:].fill_(False)
 
     def _with_window(self, ids: torch.Tensor, upto: torch.Tensor) -> torch.Tensor:
-        """By row, which tokens the text has with the window's own up to that place."""
+        """Per row, the set of tokens in the text and in the window up to that position."""
         places = torch.arange(ids.shape[1], device=ids.device)
         own = torch.where(places <= upto.unsqueeze(1), ids, self.vocabulary)
         return self.has.expand(len(upto), -1).scatter(1, own, True)

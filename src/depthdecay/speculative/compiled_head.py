@@ -1,7 +1,7 @@
-"""A draft head on a CPU as one compiled call: the call of a model's pass, for a model of one layer.
+"""A draft head on a CPU as one compiled call: the same call as a model's pass, for a model of one layer.
 
-The head's layer differs from a model's in one thing: queries, keys and values read the normalised token beside the
-normalised state. Weights are in as few bits as the model's own.
+The head's layer differs from a model's in one way: queries, keys and values read the normalized token concatenated with
+the normalized state. Weights are quantized like the model's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from depthdecay.speculative.head_text import FirstLayers, HeadText, PlacedHead
 
 
 class CompiledHead(PlacedHead):
-    """A head with its weights as a compiled call takes them."""
+    """A head with its weights as the compiled call expects them."""
 
     def __init__(self, placed: PlacedHead, stack: CompiledLayerStack) -> None:
         self.__dict__.update(placed.__dict__)
@@ -55,7 +55,7 @@ class CompiledHead(PlacedHead):
 
     @classmethod
     def of(cls, placed: PlacedHead) -> CompiledHead | None:
-        """Where the model beside it has compiled passes, and the head reads no layers of it."""
+        """A compiled head, if the model has compiled passes and the head does not use the model's layers; else None."""
         stack = placed.stack
         if not isinstance(stack, CompiledLayerStack) or placed.head.shape.first_layers:
             return None
@@ -73,7 +73,7 @@ class CompiledHead(PlacedHead):
         return self._alive[-1].data_ptr()
 
     def _matrix(self, weight: torch.Tensor, bias: int | None = None, bits: int = 4) -> native.Matrix:
-        """In the model's own bits; rows of the output matrix always in 8, as the model's are."""
+        """Quantized like the model's matrices; the LM head's rows are always int8, as the model's are."""
         weight = weight.detach().contiguous()
         if self.setting is None or not can_hold(weight):
             self._alive.append(weight if weight.dtype == torch.bfloat16 else weight.float())
@@ -87,7 +87,7 @@ class CompiledHead(PlacedHead):
 
 
 class CompiledHeadText(HeadText):
-    """One text, whose positions lie one behind the other in one block."""
+    """One text, whose positions are contiguous in one block."""
 
     placed: CompiledHead
 
@@ -138,7 +138,7 @@ class CompiledHeadText(HeadText):
         return self.head.angles(torch.arange(position, end)[None], torch.float32)
 
     def _make_room(self, positions: int, like: torch.Tensor) -> None:
-        """(position, heads, size), as a block of the compiled pass lies."""
+        """(position, heads, size), the layout of a block in the compiled pass."""
         held = 0 if self.keys is None else self.keys.shape[0]
         if positions <= held:
             return

@@ -1,9 +1,9 @@
-"""A learned drafter: one decoder layer that is fed by states of the full model, in the form that EAGLE-3 gave it.
+"""A learned drafter: one decoder layer that is fed with states of the full model, in the form of EAGLE-3.
 
-To guess what follows token x_j it is given two things: what the model's first layers make of x_j (with none of them
-the token's embedding), and the full model's states at the position before, joined to one by `fc`. Behind the last
-verified position there are no such states; there the head's own answer takes their place. With no first layers a head
-has just the form that other engines load (`depthdecay export`).
+To predict what follows token x_j, it gets two inputs: the output of the model's first layers for x_j (with none, the
+token's embedding), and the full model's states at the preceding position, projected to one by `fc`. After the last
+verified position there are no such states, and the head's own output is used instead. A head with no first layers has
+the form that other engines load (`depthdecay export`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from depthdecay.model.tensor_files import read_tensors, write_tensors
 from depthdecay.plan.plan import Plan
 
 HEAD_FILE = "draft_head.safetensors"
-PORTABLE_HEAD_FILE = "portable_head.safetensors"  # in the form that other engines load
+PORTABLE_HEAD_FILE = "portable_head.safetensors"  # in the format that other engines load
 _KIND = ("depthdecay-draft-head", "1")
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, positions, size)
@@ -33,15 +33,15 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # each (rows, heads, position
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a head's tensors look like, and what of the model it is fed with."""
+    """The shapes of a head's tensors, and which inputs it takes from the model."""
 
     hidden: int
     heads: int
     key_value_heads: int
     head_size: int
     neurons: int
-    first_layers: int  # of the model, that a token runs through before the head sees it
-    states: tuple[int, ...]  # layers behind which the full model's states are taken
+    first_layers: int  # of the model, that a token runs through before the head
+    states: tuple[int, ...]  # layers after which the full model's states are taken
     epsilon: float = 1e-6
     rotary_scale: float = 1.0
 
@@ -49,7 +49,7 @@ class HeadShape:
     def of(
         cls, stack: LayerStack, *, first_layers: int = 0, states: tuple[int, ...] = (), width: float = 1.0
     ) -> HeadShape:
-        """As wide as one of the model's own layers, or a share of that."""
+        """As wide as one of the model's own layers, or a fraction of that."""
         config = stack.config
         heads = int(config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -67,7 +67,7 @@ class HeadShape:
         )
 
     def is_portable(self, num_layers: int) -> bool:
-        """Whether it is fed with what other engines have: a token's embedding, and the states that they take."""
+        """Whether its inputs are those that other engines provide: a token's embedding, and EAGLE-3's states."""
         return self.first_layers == 0 and self.states == portable_states(num_layers)
 
     def check(self, stack: LayerStack) -> None:
@@ -79,12 +79,12 @@ class HeadShape:
 
 
 def outer_states(num_layers: int) -> tuple[int, ...]:
-    """A low layer, a middle one and the last: what a head learns most from."""
+    """A low layer, a middle one and the last: the most informative for a head."""
     return tuple(sorted({min(1, num_layers - 1), max(0, num_layers // 2 - 1), num_layers - 1}))
 
 
 def portable_states(num_layers: int) -> tuple[int, ...]:
-    """Those that engines take for EAGLE-3 unless told otherwise: what goes into layers 2, n // 2 and n - 3."""
+    """Those that engines use for EAGLE-3 by default: the inputs of layers 2, n // 2 and n - 3."""
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
@@ -99,7 +99,7 @@ class RMSNorm(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The layer. `frequencies`: of the rotary embedding. `vocabulary`: the tokens that it can say, ascending."""
+    """The layer. `frequencies`: of the rotary embedding. `vocabulary`: the tokens that it can draft, ascending."""
 
     frequencies: torch.Tensor
     vocabulary: torch.Tensor
@@ -107,7 +107,7 @@ class DraftHead(nn.Module):
     def __init__(self, shape: HeadShape, frequencies: torch.Tensor, vocabulary: torch.Tensor) -> None:
         super().__init__()
         self.shape = shape
-        self.right = 0.6  # how often its drafts are right, as far as is known
+        self.right = 0.6  # draft accuracy, as far as is known
         hidden, size = shape.hidden, shape.head_size
         self.fc = nn.Linear(len(shape.states) * hidden, hidden, bias=False)
         self.join = nn.Linear(hidden, hidden, bias=False) if shape.first_layers else None
@@ -127,7 +127,7 @@ class DraftHead(nn.Module):
 
     @classmethod
     def new(cls, stack: LayerStack, shape: HeadShape, vocabulary: torch.Tensor) -> DraftHead:
-        """Untrained: the layer adds next to nothing yet, and the last norm is the model's own."""
+        """Untrained: the layer adds almost nothing yet, and the final norm is the model's."""
         size, device = shape.head_size, stack.model.device
         found = _rotary(stack)
         plain = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -142,7 +142,7 @@ class DraftHead(nn.Module):
         return head.to(device)
 
     def joined(self, states: torch.Tensor) -> torch.Tensor:
-        """The full model's states of a position, (…, states · hidden), as one."""
+        """Project the full model's states at a position, (…, states · hidden), to one."""
         joined: torch.Tensor = self.fc(states)
         return joined
 
@@ -156,13 +156,13 @@ class DraftHead(nn.Module):
     def project(
         self, tokens: torch.Tensor, before: torch.Tensor, angles: KeysAndValues
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values (rows, heads, tokens, size) of tokens and the states of the positions before them."""
+        """Queries, keys, values (rows, heads, tokens, size) for tokens and the states at the preceding positions."""
         both = torch.cat([self.token_norm(tokens), self.state_norm(before)], dim=-1)
         query, key, value = (self._split(part(both)) for part in (self.query, self.key, self.value))
         return _turned(query, angles), _turned(key, angles), value
 
     def finish(self, tokens: torch.Tensor, before: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """The head's own state of each token, from what attention found, (rows, heads, tokens, size)."""
+        """The head's state of each token, from the attention output (rows, heads, tokens, size)."""
         state = before if self.join is None else before + self.join(tokens)
         state = state + self.output(mixed.transpose(1, 2).flatten(2))
         normal = self.mlp_norm(state)
@@ -174,11 +174,11 @@ class DraftHead(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Read by one draft, besides its rows of the output matrix."""
+        """Bytes that one draft reads, besides its rows of the LM head."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
     def save(self, file: Path, *, in_4_bits: bool = False) -> Path:
-        """`in_4_bits`: matrices in a third of the room, as a CPU drafts with them beside a model in 4 bits."""
+        """`in_4_bits`: int4 matrices, a third of the size, as used for drafting with an int4 model on a CPU."""
         tensors = {name: _packed(tensor.detach().cpu().contiguous()) for name, tensor in self.state_dict().items()}
         tensors["vocabulary"] = tensors["vocabulary"].to(torch.int32)
         if in_4_bits:
@@ -210,16 +210,16 @@ class DraftHead(nn.Module):
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """In half the bytes where nothing is lost by it: fitted heads are rounded to 16 bits."""
+    """In half the bytes if that is lossless, as it is for fitted heads, which are rounded to bfloat16."""
     half = tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
     return half if torch.equal(half.to(tensor.dtype), tensor) else tensor
 
 
-_NUMBERS, _SCALE, _OFFSET = ".numbers", ".scale", ".offset"  # what a matrix in 4 bits is kept as
+_NUMBERS, _SCALE, _OFFSET = ".numbers", ".scale", ".offset"  # the tensors of an int4 matrix
 
 
 def _in_4_bits(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parts of a matrix that are kept; all else as it is."""
+    """A matrix as its int4 tensors; anything else unchanged."""
     if not (tensor.is_floating_point() and can_hold(tensor)):
         return {name: tensor}
     blocks = rounded_to_4(tensor)
@@ -230,7 +230,7 @@ def _in_4_bits(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _widened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by name, those in 4 bits as the numbers that they stand for."""
+    """Tensors by name, with int4 ones dequantized."""
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith((_NUMBERS, _SCALE, _OFFSET))}
     for name, pairs in tensors.items():
         if name.endswith(_NUMBERS):
@@ -247,7 +247,7 @@ def _turned(heads: torch.Tensor, angles: KeysAndValues) -> torch.Tensor:
 
 
 def _rotary(stack: LayerStack) -> tuple[torch.Tensor, float] | None:
-    """The frequencies of the model's rotary embedding and the scale of its angles; None where it has no plain one."""
+    """The frequencies and scale of the model's rotary embedding; None if it has no plain one."""
     for module in stack.model.modules():
         frequencies = getattr(module, "inv_freq", None)
         if isinstance(frequencies, torch.Tensor) and frequencies.dim() == 1:
@@ -256,25 +256,25 @@ def _rotary(stack: LayerStack) -> tuple[torch.Tensor, float] | None:
 
 
 def head_of(plan: Plan) -> DraftHead | None:
-    """What lies beside a loaded plan; None for a plan that has no learned drafter."""
+    """The draft head stored with a loaded plan; None if the plan has no learned drafter."""
     if plan.draft_head is None:
         return None
     if plan.folder is None:
-        raise DepthDecayError("this plan's draft head lies in a file, but the plan was not loaded from one")
+        raise DepthDecayError("the plan's draft head is in a file, but the plan was not loaded from a folder")
     return DraftHead.load(plan.folder / plan.draft_head)
 
 
 def portable_head_of(plan: Plan) -> DraftHead | None:
-    """The head in the form that other engines load, where one lies beside a plan."""
+    """The head in the format that other engines load, if one is stored with the plan."""
     file = None if plan.folder is None else plan.folder / PORTABLE_HEAD_FILE
     return DraftHead.load(file) if file is not None and file.is_file() else None
 
 
 def final_norm(stack: LayerStack) -> torch.Tensor | None:
-    """The weight of the norm behind the last layer, where it is one that only scales."""
+    """The weight of the norm after the last layer, if it is an RMSNorm; else None."""
     norm = getattr(stack.owner, "norm", None)
     if norm is None or not type(norm).__name__.endswith("RMSNorm"):
         return None
-    with torch.no_grad():  # asked and not read: some models keep the weight less one
+    with torch.no_grad():  # computed, not read: some models store the weight minus one
         weight: torch.Tensor = norm(torch.ones(stack.hidden_size, device=stack.model.device, dtype=stack.model.dtype))
     return weight

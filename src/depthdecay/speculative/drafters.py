@@ -1,4 +1,4 @@
-"""Where drafts come from: some layers of the model, a learned head, or the text before. Another needs two methods."""
+"""Sources of drafts: some layers of the model, a learned head, or the preceding text. A new one needs two methods."""
 
 from __future__ import annotations
 
@@ -13,77 +13,77 @@ from depthdecay.speculative.prompt_lookup import Lookup
 
 
 class Lane(Protocol):
-    """Where the windows of one text run: passes are started, and what they said is collected."""
+    """Where the windows of one text run: passes are started, and their results collected."""
 
-    at_once: int  # drafts that may be started before anything is waited for
-    lag: int  # a draft's confidence is read while so many later ones run
-    runs_ahead: bool  # whether the next window may be begun before the last one has been handed out
+    at_once: int  # drafts to start before waiting for anything
+    lag: int  # a draft's confidence is read while this many later drafts run
+    runs_ahead: bool  # whether the next window may start before the last one's tokens are returned
 
     def read(self, text: Sequence[int]) -> torch.Tensor:
-        """Start from a text; the logits behind it, (1, vocabulary)."""
+        """Prefill a text; returns the logits after it, (1, vocabulary)."""
 
     def begin(self, token: int) -> None:
-        """This token follows the text that was read."""
+        """Continue the prefilled text with this token."""
 
     def offer(self, drafts: Sequence[int]) -> None:
-        """Drafts that no pass made."""
+        """Set drafts that come without a pass."""
 
     def draft(self, depth: int, step: int) -> None:
-        """Start the pass that makes draft number `step` of this window."""
+        """Start the pass for draft number `step` of this window."""
 
     def confidence(self, step: int) -> float:
-        """How sure that draft is; waits for it."""
+        """The confidence of that draft; waits for it."""
 
     def verify(self, width: int) -> None:
-        """Start the verification of so many drafts. The next window may be begun behind it."""
+        """Start the verification of so many drafts. The next window may be started right after it."""
 
     def collect(self) -> tuple[list[int], list[float]]:
-        """Wait for the verification: the tokens that the window yields, and how sure its drafts were."""
+        """Wait for the verification; returns the tokens that the window yields, and its drafts' confidences."""
 
     @property
     def inexact(self) -> str | None:
-        """Why a token's bits may depend on how many run with it; None where they do not."""
+        """Why a token's result may depend on how many run with it; None if it does not."""
 
     @property
     def window_seconds(self) -> float | None:
-        """What the last window took, where it had the machine for itself."""
+        """The duration of the last window, if it did not overlap with another."""
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of the text."""
+        """Size of the text's KV cache."""
 
 
 @dataclass
 class Window:
-    """Drafts that one verification judges."""
+    """Drafts that are verified together."""
 
     drafter: Drafter | None = None  # None: a plain step
     drafted: int = 0
-    limit: int = 0  # drafts that there may be
-    grows: bool = False  # more may be drafted than were when it was begun
-    launched: bool = False  # its verification is on the way
+    limit: int = 0  # the most drafts it may have
+    grows: bool = False  # more may be drafted than at its start
+    launched: bool = False  # its verification has been started
 
 
 class Drafter(Protocol):
-    """One source of drafts, in the two steps that let a device work while the host waits."""
+    """A source of drafts, in two steps, so that the device works while the host waits."""
 
     record: TrackRecord
-    depth: int  # of the passes that it costs, or what drafts in their place
+    depth: int  # of its passes; or LOOKUP or LEARNED
 
     def start(self, lane: Lane, most: int) -> Window | None:
-        """Begin a window of at most so many drafts, without waiting for anything; None where nothing is drafted."""
+        """Start a window of at most so many drafts without waiting for anything; None if nothing is drafted."""
 
     def finish(self, lane: Lane, window: Window) -> None:
-        """Draft on while it pays."""
+        """Keep drafting while it pays."""
 
 
 class StepDrafter:
-    """A draft a step: by those layers of the model that its plan keeps at one depth, or by a learned head."""
+    """One draft per pass: with the layers that the plan keeps at one depth, or with a learned head."""
 
     def __init__(self, record: TrackRecord) -> None:
         self.record = record
         self.depth = record.depth
-        self.begun = 0  # drafts of the next window that are on the way already
+        self.begun = 0  # drafts of the next window that are already running
 
     def start(self, lane: Lane, most: int) -> Window | None:
         count = min(self.record.window(), most)
@@ -96,10 +96,10 @@ class StepDrafter:
         return window
 
     def finish(self, lane: Lane, window: Window) -> None:
-        """The draft's own confidence ends a window earlier or later than the average would.
+        """Let the drafts' confidence end the window earlier or later than the average acceptance would.
 
-        It is read while the next draft runs where the lane lags, so that the device never waits for the host; such a
-        window has one draft more than it wanted, which is verified all the same.
+        If the lane lags, a confidence is read while the next draft runs, so the device never waits for the host. Such
+        a window has one draft too many, which is verified all the same.
         """
         sure = 1.0
         for step in range(window.limit):
@@ -117,7 +117,7 @@ class StepDrafter:
 
 
 class LookupDrafter:
-    """What followed the same words before: it costs no pass."""
+    """Drafts from prompt lookup, which cost no pass."""
 
     depth = LOOKUP
 

@@ -1,17 +1,18 @@
-"""How long a window to draft, and at which depth: the expected gain, from costs that were measured and acceptance seen.
+"""How many tokens to draft, and at which depth: the expected gain, from measured costs and observed acceptance.
 
 A full-depth step costs 1 and yields one token. A window of m drafts costs m draft steps and one verification of m + 1
-tokens; if each draft is right with probability p, independently, it yields 1 + p + p² + … + p^m tokens. So its rate is
+tokens. If each draft is accepted with probability p, independently, it yields 1 + p + p² + … + p^m tokens. So its rate
+is
 
     rate(m) = (1 - p^(m+1)) / (1 - p) / (m · draft + verify(m + 1))
 
-and the depth and the length with the highest rate are drafted, none where no rate is above that of plain steps by a
-margin. Where windows take longer than their parts were timed to take, rates are lower by that. Drafts are not equally
-likely to be right, and the draft itself says how sure it is. How often drafts of that confidence were right is counted
-too; with the product of these shares as the chance that everything so far is right, one more draft pays while the
-chance that it counts is above what its cost would bring elsewhere: `sure · p > rate · draft`.
+and the depth and length with the highest rate are drafted, or nothing if no rate beats plain steps by a margin. If
+windows take longer than their parts were timed to take, rates are scaled down accordingly. Drafts are not equally
+likely to be accepted, and each has a confidence. The acceptance rate per range of confidence is tracked too, and the
+product of these rates is the probability `sure` that all drafts so far are accepted. One more draft pays while its
+expected yield exceeds what the best window makes in the same time: `sure · p > rate · draft`.
 
-Later tokens are easier, so acceptance is counted by the place in the answer as well.
+Later tokens are easier, so acceptance is also tracked by position in the answer.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-LOOKUP, LEARNED = 0, -1  # in the place of a depth: drafts found in the text, and those of a learned head
-LONGEST = 15  # drafts: with the token before them a verification of 16
-# After how many plain steps a stopped drafter is tried again, at first and at most; it doubles with every vain try.
+LOOKUP, LEARNED = 0, -1  # stand for a depth: drafts from prompt lookup, and from a learned head
+LONGEST = 15  # drafts: with the token before them, a verification of 16
+# Plain steps before a paused drafter is tried again, at first and at most; doubles with every unsuccessful try.
 PAUSE, LONGEST_PAUSE = 16, 512
-# What an unknown drafter is trusted with, counted as this many drafts that were seen.
+# Weight of the prior for an unknown drafter, in observed drafts.
 PRIOR_DRAFTS = 8.0
-# Old drafts count less: text changes its kind.
+# Older drafts count less, as text changes its character.
 MEMORY = 0.98
-# What a window must promise against plain steps: less is within what timing can tell.
+# By how much a window must beat plain steps: smaller gains are within timing noise.
 MARGIN = 1.05
-# Where one range of confidence ends and the next begins, and how often drafts of each are right at first sight.
+# Boundaries between ranges of confidence, and the prior acceptance rate of each range.
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
-# Places in the answer where acceptance is counted anew.
+# Positions in the answer at which a new acceptance count starts.
 PLACES = (64, 192)
-# What a further token in a verification costs until one has been timed: little, since reading weights is most of it.
+# Assumed cost of each further token in a verification until one has been timed. Small, since reading weights dominates.
 _UNTIMED = 0.02
 
 
 def expected_tokens(p: float, drafts: int) -> float:
-    """Tokens that a window yields: the accepted drafts and the verifier's own."""
+    """Tokens that a window yields: the accepted drafts and one from the verification itself."""
     return float(drafts + 1) if p >= 1 else (1 - p ** (drafts + 1)) / (1 - p)
 
 
 @dataclass
 class StepCosts:
-    """Of a draft step and of a verification, in full-depth steps."""
+    """Costs of a draft step and of a verification, in full-depth steps."""
 
     draft: float
     verify: Callable[[int], float] = lambda tokens: 1.0
@@ -63,11 +64,11 @@ class StepCosts:
 
 @dataclass
 class Pace:
-    """Seconds that passes take on this machine, as running means: what windows are chosen by."""
+    """Measured pass times on this machine in seconds, as running means; windows are chosen by them."""
 
     drafts: dict[int, float] = field(default_factory=dict)  # by depth
     verifications: dict[int, float] = field(default_factory=dict)  # by number of tokens
-    _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # until something is timed
+    _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # valid until the next timing
     _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
 
     @property
@@ -91,9 +92,9 @@ class Pace:
         self._verify.clear()
 
     def costs(self, share: float, depth: int = 0) -> StepCosts:
-        """In full-depth steps; what has not been timed yet is taken from the share of bytes that it reads.
+        """In full-depth steps; what has not been timed yet is estimated by the share of bytes that it reads.
 
-        Asked at every window, while the device waits: made once for all that has been timed so far.
+        Called for every window while the device waits, so the result is cached until the next timing.
         """
         if (share, depth) not in self._costs:
             step, draft = self.step, self.drafts.get(depth)
@@ -103,7 +104,7 @@ class Pace:
         return self._costs[share, depth]
 
     def verify(self, tokens: int) -> float:
-        """Of one pass over so many tokens, in full-depth steps."""
+        """The cost of one pass over so many tokens, in full-depth steps."""
         if tokens not in self._verify:
             self._verify[tokens] = self._estimate(tokens)
         return self._verify[tokens]
@@ -123,7 +124,7 @@ def _running_mean(before: float | None, seconds: float) -> float:
 
 @dataclass
 class Share:
-    """How many of some drafts were right, old ones counting less."""
+    """The acceptance rate of some drafts, with older ones counting less."""
 
     right: float
     seen: float = PRIOR_DRAFTS
@@ -143,16 +144,16 @@ class Share:
 
 @dataclass
 class TrackRecord:
-    """What has become of the drafts of one source, and what its next window promises."""
+    """The history of one source of drafts, and what its next window is expected to gain."""
 
     costs: StepCosts
-    prior: float = 0.8  # how often a draft is right, before any was seen
+    prior: float = 0.8  # acceptance rate before any draft was observed
     longest: int = LONGEST
-    depth: int = LOOKUP  # of its passes, or what drafts in their place
+    depth: int = LOOKUP  # of its passes; or LOOKUP or LEARNED
     layers: int = 0  # of the model, that a draft runs
-    position: int = 0  # in the answer, where the next window starts
+    position: int = 0  # in the answer, at which the next window starts
     judged: int = 0
-    drag: float = 1.0  # how much longer windows took than their parts were timed to take
+    drag: float = 1.0  # how much longer windows took than the sum of their timed parts
     _by_place: dict[int, Share] = field(default_factory=dict, init=False)
     _by_confidence: list[Share] = field(init=False)
     _pause: int = field(default=0, init=False)
@@ -164,23 +165,23 @@ class TrackRecord:
 
     @property
     def acceptance(self) -> float:
-        """The estimate that windows are chosen by."""
+        """The estimate by which windows are chosen."""
         return self._here().value
 
     def _here(self) -> Share:
         place = bisect_right(PLACES, self.position)
-        if place not in self._by_place:  # what is known of the place before is a first guess
+        if place not in self._by_place:  # start from the estimate for the preceding positions
             before = [known for known in self._by_place if known < place] or list(self._by_place)
             value = self._by_place[max(before)].value if before else self.prior
             self._by_place[place] = Share.at_first(value)
         return self._by_place[place]
 
     def likelihood(self, confidence: float) -> float:
-        """How often drafts of this confidence were right."""
+        """The acceptance rate of drafts with this confidence."""
         return self._by_confidence[bisect_right(CONFIDENCES, confidence)].value
 
     def best(self) -> int:
-        """The window with the highest rate, for what is known now; sought anew only where that has changed."""
+        """The window with the highest rate, given what is known; recomputed only when that has changed."""
         p = self.acceptance
         if self._best is None or self._best[0] is not self.costs or self._best[1] != p:
             self._best = self.costs, p, self.costs.best(p, self.longest)
@@ -191,7 +192,7 @@ class TrackRecord:
         return max(1.0, self.costs.rate(self.acceptance, self.best()) / self.drag)
 
     def window(self) -> int:
-        """How many tokens to draft now. Where drafting does not pay it pauses, and then tries a short window again."""
+        """How many tokens to draft now. If drafting does not pay it pauses, then tries one draft again."""
         if self._pause > 0:
             self._pause -= 1
             return 0
@@ -207,21 +208,21 @@ class TrackRecord:
 
     @property
     def pays(self) -> bool:
-        """Whether the next window will be more than a try."""
+        """Whether the next window is expected to gain, rather than being a retry."""
         return not self.is_pausing and self.best() > 0 and self.best_rate > MARGIN
 
     def goes_on(self, sure: float) -> bool:
-        """Whether one more draft pays, given how likely all drafts so far are right.
+        """Whether one more draft pays, given the probability that all drafts so far are accepted.
 
-        It costs a draft step, in which the best window makes `rate · draft` tokens, and yields one token if everything
-        before it and it itself is right.
+        It costs a draft step, in which the best window makes `rate · draft` tokens. It yields one token if it and all
+        drafts before it are accepted.
         """
         return sure * self.acceptance > self.best_rate * self.costs.draft
 
     def saw(self, drafted: int, accepted: int, confidences: Sequence[float] = (), cost: float | None = None) -> None:
-        """A window's end: drafts behind the first wrong one say nothing about the drafter.
+        """Record a window's outcome. Drafts after the first rejected one say nothing about the drafter.
 
-        `cost` is what the whole window took, in full-depth steps, where that can be told.
+        `cost` is what the whole window took, in full-depth steps, if known.
         """
         if drafted == 0:
             return
@@ -233,7 +234,7 @@ class TrackRecord:
         self._here().saw(judged, accepted)
         for place, confidence in enumerate(confidences[:judged]):
             self._by_confidence[bisect_right(CONFIDENCES, confidence)].saw(1, int(place < accepted))
-        if accepted == drafted:  # a try that went well: the next comes soon, and at once where drafting pays by now
+        if accepted == drafted:  # success: retry sooner, or resume at once if drafting pays by now
             self._next_pause = 2 * PAUSE
             if self.best_rate > MARGIN:
                 self._next_pause, self._pause = PAUSE, 0

@@ -1,4 +1,4 @@
-"""A draft head at work on the rows of a batch: all of them draft together, each at its own position."""
+"""A draft head for the rows of a batch: all rows draft together, each at its own position."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.nn import functional
 from depthdecay.engine.sampling import Sampler, pick_tokens
 from depthdecay.speculative.head_text import LONGEST_READ, HeadText, PlacedHead
 
-TOGETHER = 16  # certain tokens of a row that are read beside those of others; more are read before
+TOGETHER = 16  # verified tokens of a row that are run in one batch with other rows; longer backlogs run first
 
 
 @dataclass
 class HeadRow:
-    """One text: where its keys end, and the certain tokens that are still to be read beside the states before them."""
+    """One text: where its keys end, and the verified tokens still to be run, with the states before them."""
 
-    length: int = 1  # position 0 has no state before it
+    length: int = 1  # position 0 has no preceding state
     tokens: list[int] = field(default_factory=list)
     before: list[torch.Tensor] = field(default_factory=list)  # (tokens, hidden) each
 
 
 class HeadRows:
-    """Rows by slot. What was read behind a row's last certain token is read anew once that is verified."""
+    """Rows by slot. Positions after a row's last verified token are run again once they are verified."""
 
     def __init__(self, placed: PlacedHead, slots: int) -> None:
         self.placed, self.head, self.slots = placed, placed.head, slots
@@ -37,7 +37,7 @@ class HeadRows:
 
     @torch.no_grad()
     def verified(self, slot: int, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
-        """Tokens that are certain now, each with the full model's states of the position before it."""
+        """Add verified tokens, each with the full model's states at the preceding position."""
         row = self.rows.setdefault(slot, HeadRow())
         joined = torch.cat([states[layer][: len(tokens)] for layer in self.head.shape.states], dim=-1)
         row.before.append(self.head.joined(joined.to(self.placed.weight.dtype)))
@@ -47,7 +47,7 @@ class HeadRows:
     def draft(
         self, slots: Sequence[int], count: int, samplers: Sequence[Sampler], first: Sequence[int]
     ) -> list[list[int]]:
-        """So many drafts for each of these rows, picked as its sampler picks; `first`: index of each one's first."""
+        """Draft so many tokens for each row with its sampler; `first`: token index of each row's first draft."""
         for slot in slots:
             while len(self.rows[slot].tokens) > TOGETHER:
                 self._read([slot], min(len(self.rows[slot].tokens) - 1, LONGEST_READ))
@@ -64,7 +64,7 @@ class HeadRows:
         return drafts
 
     def _read(self, slots: Sequence[int], most: int) -> torch.Tensor:
-        """Read the first certain tokens of rows for good; the state (rows, 1, hidden) of the last one of each."""
+        """Run the first verified tokens of each row for good; returns each row's last state, (rows, 1, hidden)."""
         rows = [self.rows[slot] for slot in slots]
         counts = [min(len(row.tokens), most) for row in rows]
         before = [torch.cat(row.before) for row in rows]
@@ -84,9 +84,9 @@ class HeadRows:
     def _run(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], before: torch.Tensor, first: Sequence[int]
     ) -> torch.Tensor:
-        """The head over as many tokens of each row, from its position on; what fills a row up lies behind its text.
+        """Run the head over the same number of tokens per row, starting at each row's position. Padding is at the end.
 
-        There nothing looks at it: a token sees positions up to its own, and whoever stands there later writes first.
+        No token attends to padding: attention is causal, and a later token at that position overwrites it first.
         """
         head, device, width = self.head, before.device, before.shape[1]
         end = max(first) + width

@@ -1,4 +1,4 @@
-"""A draft head at work on one text: its own keys and values, and the verified states that it has yet to read."""
+"""A draft head for one text: its own KV cache, and the verified states that it still has to run."""
 
 from __future__ import annotations
 
@@ -11,64 +11,62 @@ from depthdecay.model.layers import LayerStack
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.draft_head import DraftHead
 
-FirstLayers = Callable[[int, int], torch.Tensor]  # of a token at a position: its state, (1, hidden)
+FirstLayers = Callable[[int, int], torch.Tensor]  # (token, position) to its state (1, hidden)
 
-GROWTH = 256  # positions that room is made for at a time
-LONGEST_READ = 1024  # positions of a prompt that are read at once: their scores are held for all heads
+GROWTH = 256  # positions by which the cache grows at least
+LONGEST_READ = 1024  # positions of a prompt per pass, since attention scores are held for all heads
 
 
 class PlacedHead:
-    """A head beside a model: in its place and precision, with rows of its output matrix."""
+    """A head together with a model: on its device, in its precision, with rows of its LM head."""
 
     def __init__(self, head: DraftHead, stack: LayerStack) -> None:
         head.shape.check(stack)
         matrix = stack.model.get_output_embeddings()
         self.stack = stack
         self.embedding = stack.model.get_input_embeddings()
-        frequencies = head.frequencies  # positions times these need all their digits, so the precision is not for them
+        frequencies = head.frequencies  # kept in float32: 16 bits would garble the angles of large positions
         self.head = head.to(device=matrix.weight.device, dtype=matrix.weight.dtype)
         self.head.frequencies = frequencies.to(matrix.weight.device)
         self.weight = matrix.weight.detach()[self.head.vocabulary]
         self.bias = None if matrix.bias is None else matrix.bias.detach()[self.head.vocabulary]
         self.full_vocabulary = matrix.weight.shape[0]
         count = head.shape.first_layers
-        self.first_layers = Plan.early_exit(
-            stack.num_layers, max(1, count)
-        )  # of which passes that it builds on are made
+        self.first_layers = Plan.early_exit(stack.num_layers, max(1, count))  # the plan of the passes that it builds on
 
     @property
     def states(self) -> tuple[int, ...]:
-        """Layers behind which passes must hand out their states."""
+        """Layers after which passes must return their states."""
         first = self.head.shape.first_layers
         return tuple(sorted({*self.head.shape.states, *([first - 1] if first else [])}))
 
     @property
     def nbytes(self) -> int:
-        """Read by one draft."""
+        """Bytes that one draft reads."""
         return self.head.nbytes + self.weight.numel() * self.weight.element_size()
 
     def is_for(self, stack: LayerStack) -> bool:
-        """Whether it is still where the model is, and in its precision."""
+        """Whether it is still on the model's device and in its precision."""
         weight = stack.model.get_output_embeddings().weight
         return weight.device == self.weight.device and weight.dtype == self.weight.dtype
 
     def text(self, first_layers: FirstLayers | None = None) -> HeadText:
-        """A new text."""
+        """Start a new text."""
         return HeadText(self, first_layers)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.head.norm(states), self.weight, self.bias)
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of its own tokens among those of all: samplers know tokens by their place in the vocabulary."""
+        """Spread the head's logits over the whole vocabulary, which is what samplers expect."""
         spread = logits.new_full((len(logits), self.full_vocabulary), float("-inf"))
         return spread.index_copy_(1, self.head.vocabulary, logits)
 
 
 class HeadText:
-    """One text. Position j is that of token x_j, read beside the full model's states of position j - 1.
+    """One text. Position j holds token x_j, run with the full model's states at position j - 1.
 
-    What was read behind the last verified position is read anew once its verified states are there.
+    Positions after the last verified one are run again once their verified states are available.
     """
 
     def __init__(self, placed: PlacedHead, first_layers: FirstLayers | None = None) -> None:
@@ -78,29 +76,29 @@ class HeadText:
         self.first_layers = first_layers
         self.keys: torch.Tensor | None = None  # (1, heads, positions, size)
         self.values: torch.Tensor | None = None
-        self.length = 1  # the next position whose keys are to be written; position 0 has no state before it
+        self.length = 1  # the next position to write keys at; position 0 has no preceding state
         self.tokens: list[int] = []  # from that position on, each with the verified state before it
-        self.before: list[torch.Tensor] = []  # of those states, joined: (tokens, hidden) each
-        self.first: list[torch.Tensor] = []  # what the first layers made of those tokens, all but the last
+        self.before: list[torch.Tensor] = []  # those states, joined: (tokens, hidden) each
+        self.first: list[torch.Tensor] = []  # the first layers' output for those tokens, all but the last
         self.state: torch.Tensor | None = None  # the head's own, of the last draft
 
     def verified(self, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
-        """Tokens that are certain now, each with the full model's states of the position before it."""
+        """Add verified tokens, each with the full model's states at the preceding position."""
         shape, count, dtype = self.head.shape, len(tokens), self.placed.weight.dtype
         joined = torch.cat([states[layer][:count] for layer in shape.states], dim=-1)
         self.before.append(self.head.joined(joined.to(dtype)))
         if shape.first_layers:
-            known = 0 if self.tokens else 1  # whether the token before was read already, by its draft
+            known = 0 if self.tokens else 1  # whether the preceding token was already run, by its draft
             self.first.append(states[shape.first_layers - 1][known:count].to(dtype))
         self.tokens += tokens
 
     def read(self) -> None:
-        """Catch up with what is certain, but for the last token, which the next draft begins with."""
+        """Catch up with the verified tokens, except the last, which the next draft starts with."""
         while len(self.tokens) > 1:
             self._step(min(len(self.tokens) - 1, LONGEST_READ))
 
     def draft(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits (1, draft vocabulary) behind this window's tokens so far, the last certain one left out."""
+        """Logits (1, draft vocabulary) after this window's drafts so far; `tokens` excludes the last verified one."""
         if not tokens:
             while len(self.tokens) > LONGEST_READ:
                 self._step(LONGEST_READ)
@@ -113,7 +111,7 @@ class HeadText:
         return logits
 
     def _step(self, count: int, wants_logits: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read the first certain tokens for good."""
+        """Run the first verified tokens for good."""
         before = torch.cat(self.before)
         given = self._given(self.tokens[:count], self.length)
         state, logits = self._run(given, before[None, :count], self.length, wants_logits)
@@ -123,7 +121,7 @@ class HeadText:
         return state[:, -1:], logits
 
     def _given(self, tokens: Sequence[int], position: int) -> torch.Tensor:
-        """What the head is told of consecutive tokens: embeddings, or what the first layers make of them."""
+        """The head's input for consecutive tokens: embeddings, or the output of the model's first layers."""
         dtype = self.placed.weight.dtype
         if self.first_layers is None:
             ids = torch.tensor([tokens], device=self.placed.weight.device)
@@ -141,7 +139,7 @@ class HeadText:
     def _run(
         self, given: torch.Tensor, before: torch.Tensor, position: int, wants_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's states over consecutive positions, whose keys and values it writes; logits behind the last one."""
+        """The head's states over consecutive positions, and logits after the last one; writes keys and values."""
         head, device, count = self.head, before.device, given.shape[1]
         end = position + count
         self._make_room(end, before)

@@ -1,4 +1,4 @@
-"""Windows of one text pass by pass, by any way to run them: on CPUs, without graphs, and for every kind of sampling."""
+"""Runs the windows of one text pass by pass, with any runner: on CPUs, without graphs, and for any sampling."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from depthdecay.speculative.short_head import ShortHead
 
 
 class HostLane:
-    """A `Lane` whose passes the host waits for. Draft and verifier share one cache.
+    """A `Lane` whose passes the host waits for. Drafts and verifications share one KV cache.
 
-    Drafts write keys and values only in the layers that they run; the verification starts at the last token that is
-    certain and writes all layers, so the cache is whole behind it.
+    Drafts write keys and values only in the layers that they run. The verification starts at the last verified token
+    and writes all layers, so the cache is complete after it.
     """
 
     at_once = 0
@@ -37,14 +37,14 @@ class HostLane:
         pace: Pace,
         prompt_tokens: int,
     ) -> None:
-        """`plan`: by whose layers drafts are made. `draft_head`: what may make them, too.
+        """`plan`: its layers draft. `draft_head`: may draft as well.
 
-        `prompt_tokens`: what comes before T_0.
+        `prompt_tokens`: the number of tokens before T_0.
         """
         self.runner = runner
         self.plan = plan
         self.sampler = sampler
-        # Other choices than the likeliest token look at all of them.
+        # A shortened LM head serves greedy drafts only: sampling needs the whole vocabulary.
         self.short_head = short_head if sampler.is_plain_greedy else None
         self.draft_head = draft_head
         self.pace = pace
@@ -84,7 +84,7 @@ class HostLane:
         return said
 
     def _first_layers(self, token: int, position: int) -> torch.Tensor:
-        """What the layers that a draft head builds on make of a token behind the verified ones."""
+        """The output of the layers that a draft head builds on, for a token after the verified ones."""
         assert self.draft_head is not None
         count = self.draft_head.head.shape.first_layers
         part = Part(0, position, [token], count, self.draft_head.first_layers, wanted=0)
@@ -92,7 +92,7 @@ class HostLane:
 
     @property
     def _index(self) -> int:
-        """Of the first token that this window is to say."""
+        """Token index of the first token of this window."""
         return self.length + 1 - self.prompt_tokens
 
     def offer(self, drafts: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class HostLane:
             said = self.runner.run([part], Ask(short=self.short_head))
             logits, ids = said.logits, said.ids
         if ids is None or not self.sampler.is_plain_greedy:
-            if ids is not None and self.draft_head is not None:  # a short output matrix serves greedy drafts alone
+            if ids is not None and self.draft_head is not None:  # the sampler needs logits over the whole vocabulary
                 logits = self.draft_head.over_vocabulary(logits)
             picked = draft = pick_tokens([self.sampler], [self._index + step], logits, [self.drafts])[0]
         else:
@@ -133,7 +133,7 @@ class HostLane:
         part = Part(0, self.length, tokens, self.plan.num_layers, self.plan, wanted=len(tokens))
         logits = self._full_pass(part).logits
         indices = [self._index + place for place in range(len(tokens))]
-        ahead = [self.drafts[:place] for place in range(len(tokens))]  # right as long as they are of use
+        ahead = [self.drafts[:place] for place in range(len(tokens))]  # correct up to the first rejected draft
         self.said = pick_tokens([self.sampler] * len(tokens), indices, logits, ahead)
         ended = time.perf_counter()
         self.pace.saw_verification(len(tokens), ended - started)

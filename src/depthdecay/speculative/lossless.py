@@ -1,7 +1,6 @@
-"""Lossless decoding: drafts are cheap, the full model checks several of them at once and keeps what it would say.
+"""Lossless decoding: drafts are cheap, and the full model verifies several at once and keeps those that match.
 
-One text, window by window: begin, draft, verify, accept. Who drafts is a `Drafter`'s business; where passes run, a
-`Lane`'s.
+One text, window by window: begin, draft, verify, accept. A `Drafter` decides what to draft, a `Lane` where passes run.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from depthdecay.speculative.expected_gain import LOOKUP
 from depthdecay.speculative.prompt_lookup import Lookup
 from depthdecay.speculative.short_head import ShortHead
 
-# The share of windows in which lookup may find something where drafts are begun before that is known. Such a draft is
-# lost; without it the device waits for the host, for a 1.5B model on an H200 about 0.4 of what a draft takes.
+# If lookup finds something in at most this share of windows, the next draft is started before its result is known.
+# Such a draft is wasted if lookup finds something. Without it the device would wait for the host: for a 1.5B model on
+# an H200, about 0.4 of the time of a draft.
 MOST_FINDS = 0.3
 
 
 class LosslessRun:
-    """One answer, from its prompt to its end; what it took is added to `result`."""
+    """One answer, from its prompt to its end. Its costs are added to `result`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class LosslessRun:
         short_head: ShortHead | None,
         other_lane: Callable[[], Lane],
     ) -> None:
-        """`window`: the most drafts. `lookup`: see `Lookup`; 0 for none. `other_lane`: where graphs cannot be had."""
+        """`window`: the most drafts. `lookup`: see `Lookup`; 0 is off. `other_lane`: the fallback without graphs."""
         self.lane = lane
         self.text = list(prompt)
         self.sampler = sampler
@@ -53,17 +53,17 @@ class LosslessRun:
         self.other_lane = other_lane
         self.before = LookupDrafter(drafting.lookup, Lookup(prompt, lookup)) if lookup else None
         self.answered = 0
-        self.is_active = True  # until somebody ends it from outside
+        self.is_active = True  # until it is ended from outside
         self.sources: list[int | None] = []  # of the last window's tokens, as in Result.draft_depths
-        self._ahead: Window | None = None  # a plain step that is on the way behind the one that is waited for
-        self._begun: StepDrafter | None = None  # whose first draft is on the way behind a verification
+        self._ahead: Window | None = None  # a plain step that is already running, after the one being waited for
+        self._begun: StepDrafter | None = None  # its first draft is already running, after a verification
 
     @property
     def goes_on(self) -> bool:
         return self.is_active and self.answered < self.new_tokens
 
     def windows(self) -> Iterator[list[int]]:
-        """The tokens of each window. The first one's comes with the prompt."""
+        """The tokens of each window. The first window is the token from the prefill."""
         with torch.no_grad():
             tokens = self._read()
             window = self._begun_ahead()
@@ -82,7 +82,7 @@ class LosslessRun:
         self._drop_begun()
 
     def begin(self) -> Window:
-        """Decide who drafts, and start what needs no waiting."""
+        """Choose a drafter, and start what can run without waiting."""
         if self._ahead is not None:
             window, self._ahead = self._ahead, None
             self.drafting.choose(self.answered).window()
@@ -105,7 +105,7 @@ class LosslessRun:
                 self._begin_next(window)
 
     def accept(self, window: Window) -> list[int]:
-        """Wait for the verification; what it kept is the full model's, and tells the drafter how good it was."""
+        """Wait for the verification and take its tokens; its drafter's record is updated."""
         tokens, confidences = self.lane.collect()
         self._learn(window, len(tokens) - 1, confidences)
         return self._take(tokens)
@@ -114,7 +114,7 @@ class LosslessRun:
         if self.short_head is not None:
             self.short_head.start(self.text)
         logits = self.lane.read(self.text)
-        self.result.layer_passes += self.result.num_layers  # the first token comes with the prompt
+        self.result.layer_passes += self.result.num_layers  # the first token comes from the prefill
         self.sources = [None]
         (token,) = pick_tokens([self.sampler], [0], logits)
         self.lane.begin(token)
@@ -122,7 +122,7 @@ class LosslessRun:
 
     def _take(self, tokens: list[int]) -> list[int]:
         tokens = tokens[: self.new_tokens - self.answered]
-        if self.sampler.processors:  # else nobody looks back, and writing would wait for the device
+        if self.sampler.processors:  # otherwise nothing reads the history, and writing it would synchronize
             for place, token in enumerate(tokens):
                 self.sampler.record(token, self.answered + place)
         self.text += tokens
@@ -135,7 +135,7 @@ class LosslessRun:
 
     @property
     def _most(self) -> int:
-        """Drafts that could still be of use."""
+        """The number of drafts that could still be used."""
         return min(self.new_tokens - self.answered - 1, self.longest)
 
     def _looked_up(self) -> Window | None:
@@ -163,7 +163,7 @@ class LosslessRun:
         window.launched = True
 
     def _begun_ahead(self) -> Window | None:
-        """The next window, begun before this one's tokens are handed out: the device works meanwhile."""
+        """Start the next window before this one's tokens are returned, to keep the device busy."""
         try:
             return self.begin() if self.lane.runs_ahead and self.goes_on else None
         except NotCapturable:
@@ -171,10 +171,10 @@ class LosslessRun:
             return None
 
     def _begin_next(self, window: Window) -> None:
-        """Start the next window's first draft behind a verification, so that the device does not wait for the host.
+        """Start the next window's first draft right after a verification, so the device does not wait for the host.
 
-        Whatever the verification keeps, that draft stands behind it. It is lost where lookup finds something, or where
-        the answer ends.
+        The draft follows whatever the verification accepts. It is wasted if lookup finds something, or if the answer
+        ends.
         """
         if self._most <= window.drafted + 1 or (self.before and self.drafting.finds.value > MOST_FINDS):
             return
@@ -190,14 +190,14 @@ class LosslessRun:
             self._begun = None
 
     def _go_ahead(self) -> None:
-        """While drafting pauses, start one more plain step before this one's token is known, unless lookup finds."""
+        """While drafting pauses, start one more plain step before this one's token is known, unless lookup matches."""
         finds = self.before is not None and self.before.text.after(1)
         if not finds and self._most >= 1 and self.drafting.pauses:
             self._ahead = Window()
             self._launch(self._ahead)
 
     def _learn(self, window: Window, accepted: int, confidences: Sequence[float]) -> None:
-        """Account for a window, and tell its drafter what became of the drafts."""
+        """Account for a window, and update its drafter's record."""
         result, drafter = self.result, window.drafter
         result.verifications += 1
         result.layer_passes += result.num_layers
@@ -213,7 +213,7 @@ class LosslessRun:
         drafter.record.saw(window.drafted, accepted, judged, cost)
 
     def _change_lane(self) -> list[int]:
-        """A graph could not be captured: read the text so far once more, and go on without graphs."""
+        """A graph could not be captured: prefill the text so far again, and continue without graphs."""
         self.lane = self.other_lane()
         self._ahead = self._begun = None
         self.lane.read(self.text[:-1])

@@ -1,17 +1,17 @@
-"""Prompt lookup: what followed the same words before is a draft for nothing."""
+"""Prompt lookup: what followed the same n-gram earlier in the text is a free draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LOOKUP = 8  # the longest end of a text that is looked for in the text before: the longer, the surer what follows
+LOOKUP = 8  # longest suffix that is looked up in the preceding text: the longer the match, the likelier the draft
 
 
 class Lookup:
-    """What followed the last place where the text's end stood before.
+    """Finds what followed the last earlier occurrence of the text's suffix.
 
-    The longest end that is found decides, of at most `size` tokens and at least 2. Every end is kept with the place
-    behind it, so that a look costs the same however long the text is.
+    The longest matching suffix wins, of 2 to `size` tokens. Every n-gram is indexed with the position after it, so a
+    lookup costs the same however long the text is.
     """
 
     def __init__(self, text: Iterable[int] = (), size: int = LOOKUP) -> None:
@@ -22,7 +22,7 @@ class Lookup:
 
     def add(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            place = len(self.text)  # an end is known once something follows it
+            place = len(self.text)  # an n-gram is indexed once something follows it
             for length in range(2, min(self.size, place) + 1):
                 self._behind[tuple(self.text[place - length :])] = place
             self.text.append(token)

@@ -1,7 +1,7 @@
-"""Fewer rows of the output matrix for drafts: those of tokens that this kind of text uses.
+"""A shortened LM head for drafts: only the rows of tokens that this kind of text uses.
 
-A vocabulary of 150 000 tokens makes the output matrix a sixth of a small model, in a shallow pass as much as several
-layers. A draft may leave most of it out: what it cannot say, it gets wrong, and the verification says it.
+With a vocabulary of 150,000 tokens the LM head is a sixth of a small model; in a shallow pass it costs as much as
+several layers. A draft can do without most of it: tokens that it lacks are merely rejected drafts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.nn import functional
 from depthdecay.model.layers import LayerStack
 from depthdecay.patches import patched
 
-# Vocabularies are sorted by how early a tokenizer met a token, so the first ones are the most frequent.
+# Vocabularies are ordered by when the tokenizer's training added a token, so the first ones are the most frequent.
 SHARE, LEAST = 5, 16384
-SPARE = 2048  # rows for tokens of the prompt and of the answer that are not among them
-PIECES = 64  # that rows come in: the likeliest token is sought in all of them at a time
-WORTH = 0.08  # of a step's bytes, that the output matrix must be
-MOST = 0.7  # of the output matrix, that the rows may weigh
+SPARE = 2048  # extra rows for other tokens of the prompt and the answer
+PIECES = 64  # the rows divide into so many pieces, whose argmax is computed in parallel
+WORTH = 0.08  # the least share of a step's bytes that the LM head must have
+MOST = 0.7  # the largest size of the shortened head, relative to the LM head
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -30,7 +30,7 @@ def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class ShortHead:
-    """The rows of some tokens, with room for a text's own. Graphs read these tensors, so they stay where they are."""
+    """The LM head's rows of some tokens, with room for a text's own. Graphs read these tensors, so they never move."""
 
     def __init__(self, head: nn.Linear, tokens: torch.Tensor) -> None:
         self.head = head
@@ -47,7 +47,7 @@ class ShortHead:
 
     @classmethod
     def of(cls, stack: LayerStack, vocabulary: torch.Tensor | None) -> ShortHead | None:
-        """For a model whose output matrix weighs enough to be cut; `vocabulary` are tokens seen in calibration."""
+        """For a model whose LM head is large enough to shorten; `vocabulary`: tokens seen in calibration."""
         head: Any = stack.model.get_output_embeddings()
         if type(head) is not nn.Linear or not head.weight.is_floating_point() or head.weight.device.type == "meta":
             return None
@@ -56,7 +56,7 @@ class ShortHead:
         head_bytes = stack.head_bytes()
         if head_bytes < WORTH * (head_bytes + sum(stack.layer_bytes())):
             return None
-        # Rows are in the model's own precision: beside a matrix in few bits they may be no shorter.
+        # Rows are in the model's precision: they may be no smaller than the whole LM head when that is quantized.
         if (first + SPARE) * head.weight.shape[1] * head.weight.element_size() > MOST * head_bytes:
             return None
         ends = stack.model.generation_config.eos_token_id
@@ -69,7 +69,7 @@ class ShortHead:
         return cls(head, chosen.nonzero().squeeze(1))
 
     def is_for(self, stack: LayerStack) -> bool:
-        """Whether these are still rows of the model's matrix, in its place and precision."""
+        """Whether these are still rows of the model's LM head, on its device and in its precision."""
         head: Any = stack.model.get_output_embeddings()
         same = head is self.head and head.weight.device == self.weight.device
         return same and head.weight.dtype == self.weight.dtype
@@ -79,14 +79,14 @@ class ShortHead:
         return self.weight.numel() * self.weight.element_size()
 
     def start(self, tokens: Iterable[int]) -> None:
-        """A new text: forget the last one's tokens and take this one's."""
+        """Start a new text: replace the last one's tokens by this one's."""
         for token in self._own:
             self._known[token] = 0
         self._own = []
         self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Take tokens of the text that are not among the rows yet, as long as there is room."""
+        """Add rows for tokens of the text that are missing, as many as fit."""
         new = [token for token in dict.fromkeys(tokens) if not self._known[token]][: SPARE - len(self._own)]
         if not new:
             return
@@ -102,6 +102,6 @@ class ShortHead:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While open, the model's logits are these rows' only; `ids` tells which tokens they are."""
+        """While open, the model's logits cover these rows only; `ids` maps them to tokens."""
         with patched(self.head, "forward", lambda hidden: self.product(hidden, self.weight, self.bias)):
             yield
