@@ -1,4 +1,4 @@
-"""The batch on a GPU: graphs of layers and attention over blocks. Skipped where there is none."""
+"""The batch on a GPU: graphs of layers and paged attention. Skipped without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_gpu(architecture: str = "llama", **changes: Any) -> Any:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "phi3"])
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
-    """In 32 bits: requests alone run as graphs of their own."""
+    """In float32, since a request alone runs as different graphs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot run as CUDA graphs")
         check_random_arrivals(on_gpu(architecture), seed=1)
@@ -61,7 +61,7 @@ def test_rows_of_one_depth_share_their_own_repairs() -> None:
 
 
 def test_a_wide_batch_gives_the_cpu_s_tokens() -> None:
-    """Many rows at once, more than one bucket, and blocks that change hands; held against requests alone on a CPU."""
+    """Many rows at once, more than one bucket, and blocks that are reused; compared with single requests on a CPU."""
     plan = Plan.decay(LAYERS, "0.95")
     settings = BatchSettings(max_batch=24, prefill_tokens=64, cohort_seconds=0)
     batcher = Batcher(Engine(on_gpu(), None, plan, compile=False), settings)
@@ -81,7 +81,7 @@ def test_a_wide_batch_gives_the_cpu_s_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 def test_a_graph_step_is_the_eager_step(architecture: str, dtype: torch.dtype) -> None:
-    """Rows of several depths, a prompt of several tokens among them, and more rows in each graph than it has."""
+    """Rows at several depths, among them a prompt of several tokens, and padding rows in each graph."""
     plan = Plan.decay(LAYERS, "0.93")
     engine = Engine(on_gpu(architecture).to(dtype), None, plan, repairs=random_repairs(plan), compile=False)
     batcher = Batcher(engine, SMALL)
@@ -107,7 +107,7 @@ def test_a_graph_step_is_the_eager_step(architecture: str, dtype: torch.dtype) -
 
 
 def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the rows' settings, and while prompts are read: the tokens are all that the host waits for."""
+    """Whatever the rows' settings, and during prefill: the host waits for nothing but the tokens."""
     plan = Plan.decay(LAYERS, "0.9")
     batcher = Batcher(Engine(on_gpu(), None, plan, compile=False), BatchSettings(max_batch=8, cohort_seconds=0))
     batcher.warm_up()

@@ -1,4 +1,4 @@
-"""Answers of a batch that do not depend on their neighbours, to the last bit, on a GPU. Skipped where there is none."""
+"""Batch-invariant answers on a GPU: bitwise independent of the other rows. Skipped without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 LAYERS, HIDDEN = 6, 512
-TOKENS = 1000  # of which prompts are drawn
+TOKENS = 1000  # from which prompts are drawn
 SHAPE: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 1024,
@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 100},
-    "gemma2": {"head_dim": 256, "sliding_window": 100, "attn_implementation": "eager"},  # capped scores
+    "gemma2": {"head_dim": 256, "sliding_window": 100, "attn_implementation": "eager"},  # softcap
 }
 PLAN = dd.Plan.decay(LAYERS, "0.97")
 LENGTHS = (3, 17, 60, MOST_IN_STEPS, 300, 700)
@@ -52,7 +52,7 @@ EXACT = BatchSettings(max_batch=64, prefill_tokens=1024, cohort_seconds=0, max_p
 
 
 def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
-    """In shapes that our kernels take, with logits that are close to each other: then every rounding shows."""
+    """In shapes that our kernels support, with logits close to each other, so that every rounding difference shows."""
     model = tiny_model(architecture, **{**SHAPE, **ARCHITECTURES[architecture], **more})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,13 +80,13 @@ def test_an_answer_has_the_same_bits_alone_and_in_company(
     asks = mixed_asks(64, TOKENS, 24, LENGTHS, PLAN, ("full", "decay", "lossless"))
     for ask in asks:
         if ask["mode"] == "lossless":
-            ask.pop("logprobs", None)  # such rows go token by token
+            ask.pop("logprobs", None)  # such rows decode token by token
     for ask, (tokens, _) in zip(asks, answers(batcher, asks, 1), strict=True):
         if ask["mode"] == "lossless":
             windows.knows(ask["prompt"], tokens)
     alone = check_company(batcher, asks, (3, 20, 64))
     assert 0 < batcher.counters.accepted < batcher.counters.drafted
-    assert len({tuple(tokens) for tokens, _ in alone}) > 32  # no text that is everybody's
+    assert len({tuple(tokens) for tokens, _ in alone}) > 32  # the answers are not all the same text
 
 
 def test_lossless_rows_say_what_full_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_the_engine_answers_several_prompts_as_each_alone() -> None:
 
 
 def test_batches_of_other_sizes_give_the_same_answers() -> None:
-    """How many rows a server has room for is no part of an answer."""
+    """An answer does not depend on the server's batch size."""
     engine = dd.Engine(model_of(), compile=True)
     asks = mixed_asks(12, TOKENS, 30, LENGTHS, None, ("full",))
     large = answers(Batcher(engine, EXACT), asks, 12)
@@ -146,7 +146,7 @@ def test_what_our_kernels_do_not_fit_is_refused(more: dict[str, Any], compile: b
 
 @pytest.mark.parametrize("vocabulary", [1001, 1024, 32000])
 def test_picks_do_not_depend_on_the_rows_beside_them(vocabulary: int) -> None:
-    """By top-p, whose sums along a row torch orders by how many rows there are."""
+    """With top-p: torch's order of sums along a row depends on the number of rows."""
     engine = dd.Engine(model_of(vocab_size=vocabulary), compile=False)
     settings = {"do_sample": True, "temperature": 0.9, "top_p": 0.7, "seed": 3}
     request = prepare_request(engine, [[5, 6, 7]], 200, settings)

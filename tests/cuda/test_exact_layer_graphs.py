@@ -1,4 +1,4 @@
-"""A batch in which no row's bits depend on the others, without a GPU: kernels are stood in for by rows one by one."""
+"""A batch-invariant batch without a GPU: the kernels are replaced by running rows one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAME = Plan.decay(LAYERS, "0.97")
 
 
 class RowByRow(CompiledLayers):
-    """Stands in for compiled layers and their product kernel: each row is multiplied by itself."""
+    """Replaces compiled layers and their product kernel: each row is multiplied on its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ def products_by_row() -> Iterator[None]:
 
 
 def attended(*args: Any, exact: bool) -> torch.Tensor:
-    """On a CPU each row's attention is a product of its own, as it is."""
+    """On a CPU the attention of each row is a separate product anyway."""
     assert exact
     return attend_paged(*args)
 
 
 class Again:
-    """Stands in for the capturer: passes run again."""
+    """Replaces the capturer: passes simply run again."""
 
     def __init__(self, steps: ExactLayerGraphs) -> None:
         self.steps = steps
@@ -79,7 +79,7 @@ class Again:
         states = self.steps.states.clone() if hasattr(self.steps, "states") else None
         run()
         if states is not None:
-            self.steps.states.copy_(states)  # in a capture nothing runs
+            self.steps.states.copy_(states)  # nothing executes during a capture
 
         class Graph:
             def replay(_self) -> None:
@@ -109,7 +109,7 @@ def engine_of(model: Any = None, plan: Plan | None = None, **more: Any) -> Engin
 
 
 def test_an_answer_has_the_same_bits_alone_and_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every mode, greedy and seeded, with prompts that are read as rows, in pieces of their own, and in both."""
+    """In every mode, greedy and seeded, with prompts prefilled as rows, in separate chunks, and both."""
     windows = Windows(monkeypatch)
     model = tiny_model(max_position_embeddings=2048)
     lengths = (3, 40, MOST_IN_STEPS, MOST_IN_STEPS + 1, EXACT_PIECE + 9, 2 * EXACT_PIECE + 300)
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_engine_alone() -> None:
 
 @pytest.mark.parametrize("mode", ["full", "decay", "lossless"])
 def test_the_engine_answers_several_prompts_as_each_alone(mode: str) -> None:
-    """Also where a penalty sees the prompt: without the padding that other prompts would bring."""
+    """Also with a penalty that sees the prompt: it must not see padding for the other prompts."""
     engine = engine_of(plan=SAME)
     settings: dict[str, Any] = {"exact": True, "mode": mode, "repetition_penalty": 1.3, "pad_token_id": 7}
     settings |= {"do_sample": True, "seed": 1, "eos_token_id": None}
@@ -146,7 +146,7 @@ def test_the_engine_answers_several_prompts_as_each_alone(mode: str) -> None:
         assert (single.exact, single.inexact_because) == (result.exact, result.inexact_because) == (True, None)
         assert (single.token_ids, single.depths) == (result.token_ids, result.depths)
         assert single.depths[-1] == (SAME.depth(11) if mode == "decay" else LAYERS)
-    assert engine._rows.last is kept  # one batch serves fewer prompts too
+    assert engine._rows.last is kept  # the same batch also serves fewer prompts
 
 
 def test_a_cpu_refuses_to_be_exact() -> None:
@@ -163,7 +163,7 @@ def test_layers_never_run_with_one_row_nor_by_other_kernels() -> None:
     assert min(count for _, count in engine.compiled.asked) == 2
     graphs = batcher.runner.graphs
     assert graphs is not None
-    assert {count for _, count in engine.compiled.asked} == {*graphs.buckets, 3, 5}  # those that dynamo learns from
+    assert {count for _, count in engine.compiled.asked} == {*graphs.buckets, 3, 5}  # dynamo's two warm-up sizes
     assert sorted(graphs.buckets) == [2, 4, 8, 16, 32, 64, 128]
 
 
@@ -186,7 +186,7 @@ def test_pieces_of_a_prompt_go_by_its_own_length(monkeypatch: pytest.MonkeyPatch
     for other in ([6] * 20, prompt, [7] * 700, [8] * 400, [9] * 230):
         submit(batcher, other, 3)
     list(run_dry(batcher))
-    assert sorted(pieces) == sorted([*expected, (0, EXACT_PIECE), (0, 400)])  # the rest of 700 is read as rows
+    assert sorted(pieces) == sorted([*expected, (0, EXACT_PIECE), (0, 400)])  # the rest of 700 is prefilled as rows
 
 
 def test_a_long_prompt_holds_up_no_shorter_one_and_is_not_held_up_itself() -> None:
@@ -258,7 +258,7 @@ def test_what_cannot_be_promised_is_refused_by_its_reason(change: Callable[[Engi
 
 def test_rows_of_other_batches_say_why_they_may_differ() -> None:
     batcher = Batcher(Engine(tiny_model(), None, fast=False), BatchSettings(max_batch=2))
-    batcher.engine.uses_graphs = True  # only results look at it now
+    batcher.engine.uses_graphs = True  # only results depend on it now
     submit(batcher, PROMPTS[0], 2)
     results = [update.result for update in run_dry(batcher) if update.result is not None]
     assert [(result.exact, "rows of a batch" in str(result.inexact_because)) for result in results] == [(False, True)]
@@ -288,7 +288,7 @@ def test_shallow_drafts_are_verified_exactly(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_compilation_serves_every_number_of_rows(
     architecture: str, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled in earnest. Whatever dynamo has compiled for one number alone, no graph runs."""
+    """Really compiled. No graph runs code that dynamo specialized for one number of rows."""
     monkeypatch.setattr(layer_graphs, "attend_paged", attend_paged)
     model, plan = tiny_model(architecture), Plan.decay(LAYERS, "0.9")
     batcher = Batcher(Engine(model, None, plan, repairs=random_repairs(plan), fast=False), BatchSettings(max_batch=6))
@@ -298,8 +298,8 @@ def test_one_compilation_serves_every_number_of_rows(
     batcher.runner.use_exact_graphs(CompiledLayers(), 64)
     batcher.runner.capture_ahead()
     captured = counters["stats"]["unique_graphs"]
-    # The layer's pieces around its attention, the last norm, the output matrix, positions, and maps: each for 3 rows
-    # and for any.
+    # The layer's pieces around its attention, the final norm, the LM head, positions, and maps: each for 3 rows and
+    # for a dynamic number.
     assert captured <= 2 * (4 * kinds + 4)
     numbers = [submit(batcher, prompt, 9, plan, "decay") for prompt in PROMPTS]
     updates = list(run_dry(batcher))

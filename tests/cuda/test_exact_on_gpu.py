@@ -1,4 +1,4 @@
-"""Bits that do not depend on how many tokens run together, on a GPU: kernels, passes and whole answers."""
+"""Results on a GPU are bitwise independent of how many tokens run together: kernels, passes and whole answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 EXACT: dict[str, dict[str, Any]] = PLAIN | {
-    # Capped scores, and windows in every second layer.
+    # A softcap, and sliding windows in every second layer.
     "gemma2": {"head_dim": 256, "sliding_window": WINDOW, "attn_implementation": "eager"},
     "gemma3_text": {
         "head_dim": 128,
@@ -63,21 +63,21 @@ EXACT: dict[str, dict[str, Any]] = PLAIN | {
 }
 INEXACT: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"intermediate_size": 1000}, "512 x 1000 does not divide"),
-    "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "heads of 64, 128, 256 numbers"),
+    "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "head sizes 64, 128, 256, not 32"),
 }
-# Launches a pass: query with key and value, output, gate with up, down; the output matrix. Of experts, a router's.
+# Launches per pass: query with key and value, output, gate with up, down; the LM head. With experts, the router's.
 PRODUCTS = {"mixtral": 3 * LAYERS + 1}
 IDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 in_every_dtype = pytest.mark.parametrize("dtype", IDS, ids=IDS.values())
 plain = pytest.mark.parametrize("architecture", PLAIN)
-# Every architecture as it is mostly used, and two in all ways: to compile a model takes long.
+# Every architecture in its usual dtype, and two in every dtype: compiling a model takes long.
 PAIRS = [(architecture, torch.bfloat16) for architecture in EXACT]
 PAIRS += itertools.product(("llama", "gemma2"), (torch.float16, torch.float32))
 exact = pytest.mark.parametrize(("architecture", "dtype"), PAIRS, ids=[f"{name}-{IDS[dtype]}" for name, dtype in PAIRS])
 
 
 def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
-    """In shapes that our kernels take, with logits that are close to each other: then every rounding shows."""
+    """In shapes that our kernels support, with logits close to each other, so that every rounding difference shows."""
     model = tiny_model(architecture, **{**SHAPE, **more})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def model_of(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often our kernels for a few rows were started."""
+    """How often our kernels for a few rows were launched."""
     counts: Counter[str] = Counter()
     beside, attended = gemv._side_by_side, attend._launched
     monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
@@ -99,7 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 class Fed:
-    """Tokens behind a prompt in captured passes of chosen widths, and the logits that they give."""
+    """Runs tokens after a prompt in captured passes of chosen widths, and returns their logits."""
 
     def __init__(self, model: Any) -> None:
         self.plan = dd.Plan.full(LAYERS)
@@ -145,7 +145,7 @@ def random_widths(tokens: int, seed: int) -> list[int]:
 def test_logits_have_the_same_bits_in_passes_of_every_width(
     architecture: str, dtype: torch.dtype, launches: Counter[str]
 ) -> None:
-    """Over several buckets, and wherever passes begin."""
+    """Over several buckets, and wherever passes start."""
     fed = Fed(model_of(architecture, dtype, **EXACT[architecture]))
     chosen = random.Random(0)
     prompt, text = ([chosen.randrange(3, 1000) for _ in range(length)] for length in (117, 192))
@@ -182,7 +182,7 @@ def test_lossless_answers_are_those_of_full_depth_bit_for_bit(
             assert result.drafted > 0
             assert result.token_ids == full.token_ids
     assert engine._chain.last is not None
-    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # nothing was given up
+    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # no fallback
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -209,7 +209,7 @@ def test_seeded_answers_are_those_of_full_depth_bit_for_bit(
             assert (result.exact, result.inexact_because) == (True, None)
             assert result.drafted > 0
             assert result.token_ids == full.token_ids
-    assert engine._chain.last is not None  # graphs that feed each other, and no fallback
+    assert engine._chain.last is not None  # it ran as chained graphs, without a fallback
     assert engine._chain.last.passes.graphs.compiled is engine.compiled
 
 
@@ -237,7 +237,7 @@ def test_a_learned_head_drafts_inside_the_graphs(
 
 
 def test_a_second_engine_says_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever passes it runs first, and with drafts of its own."""
+    """Whichever passes run first, and with its own drafts."""
     lengths = iter((4, 2, 7) * 2000)
     monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
     model = model_of("qwen2", torch.bfloat16, **EXACT["qwen2"])
@@ -327,7 +327,7 @@ def test_a_token_s_experts_do_not_depend_on_the_other_tokens(
 
 
 def asked(size: int, dtype: torch.dtype, tokens: int, positions: int, batch: int = 1) -> list[torch.Tensor]:
-    """Queries, keys and values as our cache hands them out."""
+    """Queries, keys and values in our cache's layout."""
     torch.manual_seed(0)
     query = torch.randn((batch, tokens, 12, size), device="cuda").to(dtype).transpose(1, 2)
     states = (torch.randn((positions, batch, 2, size), device="cuda").to(dtype) for _ in "kv")
@@ -346,7 +346,7 @@ def test_attention_does_not_depend_on_tokens_beside_or_on_the_bucket(
 ) -> None:
     positions = 512 if window == 200 else 2560  # chunks of one length, and of two
     query, key, value = asked(size, dtype, 16, positions)
-    last = positions - 202 + torch.arange(16, device="cuda")  # the last tokens see a chunk more
+    last = positions - 202 + torch.arange(16, device="cuda")  # the last tokens see one chunk more
     spans = spans_of(torch.zeros(1, dtype=torch.long, device="cuda"), last)
     expected = attend.attend(query, key, value, spans, 0.1, window, softcap, False)
     for bucket in (positions - 128, positions):
@@ -378,7 +378,7 @@ def test_attention_does_not_depend_on_padding_or_on_other_texts(
 def test_a_row_of_a_batch_has_the_bits_that_it_has_alone(
     size: int, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    """Over blocks, with as few and as many rows as there may be; and over a cache in one piece."""
+    """Over blocks, with the fewest and the most rows; and over a contiguous cache."""
     torch.manual_seed(0)
     lengths = [1, 64, 65, 700, 2049, 2559, *range(90, 154)]
     rows, most = len(lengths), 160

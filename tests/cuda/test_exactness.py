@@ -1,4 +1,4 @@
-"""Whether bits depend on how many tokens run together: said without a GPU, by a model's parts and by a trial."""
+"""Whether results depend on how many tokens run together: decided without a GPU, from the modules and by a trial."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_only_compiled_passes_of_one_text_are_exact() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_trial_decides_and_leaves_no_trace(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stand-in for passes, whose logits are alike in all widths or not."""
+    """With a stub for passes whose logits are either the same at every width or not."""
     compiled = CompiledLayers()
     passes = passes_of(stack_of(), compiled)
     passes.run([Part(0, 0, PROMPTS[0], LAYERS, passes.plan)])
@@ -110,16 +110,16 @@ def test_a_trial_decides_and_leaves_no_trace(same: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(passes, "several", several)
     with torch.no_grad():
         passes._try_bits()
-        passes._try_bits()  # once is enough
+        passes._try_bits()  # runs only once
     assert widths == [16, 1, 2, 4, 8, 1]
     assert (passes.inexact is None) == same
-    assert passes_of(passes.stack, compiled).inexact == passes.inexact  # all passes of an engine go by one verdict
+    assert passes_of(passes.stack, compiled).inexact == passes.inexact  # all passes of an engine share one verdict
     after = [layer.keys for layer in passes.cache.planned]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True) if new is not None)
 
 
 class Watched(CompiledLayers):
-    """Layers that run as they are, and note by how many tokens each kind of pass was asked."""
+    """Uncompiled layers that record how many tokens each kind of pass ran with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ def test_steps_and_verifications_run_alike_only_where_that_gives_the_same_bits(
     replay_captures(monkeypatch)
     monkeypatch.setattr(exactness, "why_inexact", lambda stack: reason)
     monkeypatch.setattr(exactness.Exactness, "tell", lambda self, same_bits: setattr(self, "tried", True))
-    model = tiny_model(**SHAPE)  # in 32 bits, where rounding changes no token
+    model = tiny_model(**SHAPE)  # in float32, where rounding changes no token
     engine = dd.Engine(model, plan=dd.Plan.constant(LAYERS, LAYERS - 1, drop_order=[1]), fast=False)
     expected = engine.generate(PROMPTS[:1], 30, mode="full")[0]
-    assert expected.exact is None  # on a CPU nothing is promised
+    assert expected.exact is None  # nothing is promised on a CPU
     engine.uses_graphs, engine.compiled = True, Watched()
     full = engine.generate(PROMPTS[:1], 30, mode="full")[0]
-    steps = engine.compiled.asked - {("few", 4), ("few", 8), ("few", 16)}  # the trial's
+    steps = engine.compiled.asked - {("few", 4), ("few", 8), ("few", 16)}  # from the trial
     assert steps == ({("few", 2)} if reason is None else {("one", 1)})
     engine.compiled.asked.clear()
     lossless = engine.generate(PROMPTS[:1], 30, mode="lossless")[0]

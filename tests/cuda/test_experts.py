@@ -1,4 +1,4 @@
-"""Experts by our own kernel, without a GPU: the same answers, wherever transformers' experts have the form it takes."""
+"""Experts with our own kernel, without a GPU: the same answers wherever transformers' experts are supported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_compiled_experts_take_any_number_of_tokens() -> None:
     [
         ({}, True),
         ({"intermediate_size": 272}, False),
-        ({"hidden_size": 288}, False),  # no multiple of what a program reads
+        ({"hidden_size": 288}, False),  # not a multiple of the kernel's block of columns
     ],
 )
 def test_which_experts_the_kernel_takes(changes: dict[str, int], plain: bool) -> None:

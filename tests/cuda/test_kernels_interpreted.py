@@ -1,4 +1,4 @@
-"""Our kernels in Triton's interpreter, which needs no GPU: what they compute, not what tensor cores round."""
+"""Our kernels in Triton's interpreter, which needs no GPU: tests what they compute, not how tensor cores round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("script", ["interpreted_products.py", "interpreted_attention.py"])
 def test_rows_do_not_depend_on_their_number(script: str) -> None:
-    """In a process of its own: Triton reads the setting when kernels are defined."""
+    """In a separate process: Triton reads the setting when kernels are defined."""
     found = subprocess.run(
         [sys.executable, SUPPORT / script],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,4 +1,4 @@
-"""The batch's graphs without a GPU: operations are noted when a graph is captured, and only these run again."""
+"""The batch's graphs without a GPU: operations are recorded when a graph is captured, and only these run again."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from depthdecay.cuda.layer_graphs import LayerGraphs, bucket_of
 from depthdecay.errors import GuessedPlanWarning
 from depthdecay.runners.contract import Ask, Part, Profile
 
-# What a capture refuses: the host would have to wait for the device, or to copy what lies in plain memory.
+# What a capture rejects: synchronizing with the device, or copying from pageable memory.
 _WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
 
 
 class Noted(TorchDispatchMode):
-    """Stands in for a CUDA graph: the operations of a pass with the tensors that they had, and no Python between."""
+    """Replaces a CUDA graph: the operations of a pass with their tensors, and no Python in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Noted(TorchDispatchMode):
 
 
 class Notes:
-    """Stands in for the capturer. What runs while it is noted leaves no trace, as in a capture nothing runs at all."""
+    """Replaces the capturer. Recording leaves no trace, since in a real capture nothing executes."""
 
     steps: LayerGraphs
 
@@ -87,7 +87,7 @@ class NotedSteps(LayerGraphs):
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every batch here runs as graphs; requests alone run as ever."""
+    """Every batch here runs as graphs; single requests run as usual."""
     monkeypatch.setattr(layer_graphs_module, "LayerGraphs", NotedSteps)
     plain = Batcher.__init__
 
@@ -105,13 +105,13 @@ def steps_of(batcher: Batcher) -> LayerGraphs:
 
 def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # none of them is given up
+        warnings.simplefilter("error", UserWarning)  # no fallback
         warnings.simplefilter("ignore", GuessedPlanWarning)
         check_random_arrivals(tiny_model(architecture), seed=1)
 
 
 def test_lossless_rows_draft_among_others(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification is some rows of the step, beside prompts that are read within it."""
+    """A verification is some rows of the step, next to prompts that are prefilled within it."""
     model, windows = tiny_model(architecture), Windows(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -142,7 +142,7 @@ def test_little_room_and_blocks_that_change_hands_change_no_token() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "gpt2"])
 def test_a_graph_step_is_the_eager_step(architecture: str) -> None:
-    """Rows of several depths, a prompt and a verification among them, and more rows in each graph than it has."""
+    """Rows at several depths, among them a prompt and a verification, and padding rows in each graph."""
     plan, settings = Plan.decay(LAYERS, "0.93"), BatchSettings(max_batch=5, prefill_tokens=6, cohort_seconds=0)
     batcher = Batcher(Engine(tiny_model(architecture), None, plan, repairs=random_repairs(plan)), settings)
     for number, prompt in enumerate(PROMPTS):
@@ -237,7 +237,7 @@ def test_a_profile_counts_rows_by_layer_and_depth() -> None:
 
 
 def test_attention_sees_a_row_s_own_text_only() -> None:
-    """Against torch's attention over each row's gathered keys."""
+    """Compared with torch's attention over each row's gathered keys."""
     torch.manual_seed(0)
     table = torch.randperm(60)[:45].add(1).view(3, 3, 5).int()
     keys, values = torch.randn(61 * 16, 2, 8), torch.randn(61 * 16, 2, 8)
@@ -255,7 +255,7 @@ def test_attention_sees_a_row_s_own_text_only() -> None:
 
 
 class Again:
-    """Stands in for the capturer where layers are compiled, whose operations cannot be noted: passes run again."""
+    """Replaces the capturer for compiled layers, whose operations cannot be recorded: passes simply run again."""
 
     def __init__(self, steps: LayerGraphs) -> None:
         self.steps = steps
@@ -288,7 +288,7 @@ def test_compiled_pieces_serve_all_layers_of_a_kind(
     for number, prompt in zip(numbers, PROMPTS, strict=True):
         expected = Engine(model, None, plan).generate([prompt], 9)[0].token_ids
         assert [update.token for update in updates if update.id == number] == expected
-    # For one row, for another number, and then for any.
+    # For one row, for a second number, and then for a dynamic one.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * 3 * kinds
     assert [module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")][-1] == LAYERS - 1
 

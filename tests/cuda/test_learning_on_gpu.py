@@ -1,4 +1,4 @@
-"""Maps learn on a GPU as on a CPU, in 16 bits. Skipped where there is none."""
+"""Maps learn on a GPU as on a CPU, in 16 bits. Skipped without one."""
 
 from __future__ import annotations
 

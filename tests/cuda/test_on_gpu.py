@@ -1,4 +1,4 @@
-"""The fast path on a GPU: graphs, compiled layers and our own kernel. Skipped where there is none."""
+"""The fast path on a GPU: graphs, compiled layers and our own kernels. Skipped without one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_graphs_equal_the_reference(architecture: str, order: Any, monkeypatch: 
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
     plan = plan_with(order)
     results = dd.Engine(on_gpu(architecture), plan=plan, compile=False).generate(PROMPTS, max_new_tokens=24)
-    model = tiny_model(architecture)  # the reference runs on the CPU: it shares nothing with the GPU's path
+    model = tiny_model(architecture)  # the reference runs on the CPU: it shares nothing with the GPU path
     expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
     assert [(r.token_ids, r.depths) for r in results] == expected
 
@@ -88,7 +88,7 @@ def test_compiled_layers_equal_the_reference(architecture: str) -> None:
 
 
 def step_logits(engine: dd.Engine, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Logits of the prompt's pass and of every step, all methods fed the same tokens."""
+    """Logits of the prefill and of every step, with all methods fed the same tokens."""
     seen: list[torch.Tensor] = []
 
     def forced(self: dd.Engine, said: Any, sampler: Any, request: Any, index: int) -> Any:
@@ -168,7 +168,7 @@ def test_graphs_are_captured_once() -> None:
     kept = engine._steps.last
     assert kept is not None
     captured = dict(kept.graphs.by_key)
-    later_depths = set(plan_with(None).depths(20)[1:])  # T_0 comes from the prompt's own pass, which is no graph
+    later_depths = set(plan_with(None).depths(20)[1:])  # T_0 comes from the prefill, which is not a graph
     assert {key[1] for key in captured} == later_depths
     second = engine.generate(PROMPTS, max_new_tokens=20)
     assert engine._steps.last is kept
@@ -206,7 +206,7 @@ def test_a_rope_that_synchronises_runs_eagerly_and_says_so() -> None:
     assert [r.token_ids for r in results] == generate(model, PROMPTS, 16)
     assert (
         len(dd.Engine(on_gpu(), compile=False).generate(PROMPTS, max_new_tokens=8)[0].token_ids) == 8
-    )  # CUDA is still well
+    )  # CUDA still works
 
 
 def test_applied_works_on_the_gpu(architecture: str) -> None:
@@ -236,7 +236,7 @@ def test_a_model_on_two_gpus_runs_eagerly() -> None:
 
 
 def wide_model(**more: Any) -> Any:
-    """A bf16 model with Qwen2.5-1.5B's kinds of matrices, a quarter of its layers and a small vocabulary."""
+    """A bf16 model with Qwen2.5-1.5B's matrix shapes, a quarter of its layers and a small vocabulary."""
     changes = {
         "hidden_size": 1536,
         "intermediate_size": 8960,
@@ -264,7 +264,7 @@ def test_few_rows_are_exact_up_to_rounding(columns: int, rows: list[int], count:
 
 
 def attended(tokens: int, positions: int, filled: int, heads: int = 12, groups: int = 2, batch: int = 1) -> Any:
-    """Inputs whose values do not depend on how many of them are asked for."""
+    """Inputs whose values do not depend on how many of them are requested."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn((16, batch, heads, 128), generator=generator)[:tokens].permute(1, 2, 0, 3)
     key, value = (torch.randn((1024, batch, groups, 128), generator=generator)[:positions] for _ in "kv")
@@ -281,7 +281,7 @@ def test_our_attention_is_exact_up_to_rounding(
     query, key, value, spans = attended(tokens, positions, filled, heads, groups, batch=2)
     for window, softcap, scale in ((None, None, 0.1), (90, None, 0.1), (None, 5.0, 0.3)):
         exact = attend._reference(query.double(), key.double(), value.double(), spans, scale, window, softcap)
-        for seen in (spans, attend.mask_of(spans, positions, window)):  # a mask knows its window itself
+        for seen in (spans, attend.mask_of(spans, positions, window)):  # a mask already includes its window
             got = attend.attend(query, key, value, seen, scale, window, softcap, False)
             assert float((got.double() - exact).norm() / exact.norm()) < 5e-3
         got = attend.attend(query.float(), key.float(), value.float(), spans, scale, window, softcap, False)
@@ -319,7 +319,7 @@ def test_the_same_request_gives_the_same_bits(compile: bool, monkeypatch: pytest
 
 
 def test_graphs_outlive_a_compiled_generate_of_transformers() -> None:
-    """Its graphs free cuBLAS's shared workspaces, which ours must not depend on."""
+    """Its graphs free cuBLAS's shared workspaces, on which ours must not depend."""
     model, plan = wide_model(), plan_with(None)
     engines = [dd.Engine(model, plan=plan, compile=False), dd.Engine(model, plan=plan, compile=True)]
     before = [engine.generate(PROMPTS[:1], max_new_tokens=64)[0].token_ids for engine in engines]
@@ -333,7 +333,7 @@ def test_graphs_outlive_a_compiled_generate_of_transformers() -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_repairs_run_inside_the_graphs(compile: bool) -> None:
-    """The CPU's eager engine is the reference: it is held against the simulation elsewhere."""
+    """The CPU's eager engine is the reference: other tests compare it with the simulation."""
     from calibrations import random_repairs
 
     plan = plan_with(None)
@@ -385,7 +385,7 @@ def test_lossless_graphs_say_what_full_depth_says(
     chain = engine._chain.last
     assert chain is not None
     assert chain.passes.graphs.can_capture
-    assert (chain.passes.graphs.compiled is not None) == compile  # nothing was given up on the way
+    assert (chain.passes.graphs.compiled is not None) == compile  # no fallback
 
 
 @torch.no_grad()
@@ -393,9 +393,9 @@ def test_lossless_graphs_say_what_full_depth_says(
 def test_lossless_with_maps_and_a_short_head_in_16_bits(
     compile: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it as on a real model: maps of several sizes, a reduced vocabulary for drafts, kernels for few rows.
+    """Everything as on a real model: maps of several sizes, a reduced vocabulary for drafts, kernels for few rows.
 
-    Texts grow over several buckets at windows of every length, and some passes are captured at the end of a bucket.
+    Texts grow over several buckets with windows of every length, and some passes are captured at the end of a bucket.
     """
     lengths = iter((1, 5, 3, 9, 15, 2) * 400)
     monkeypatch.setattr(TrackRecord, "window", lambda self: next(lengths))
@@ -420,7 +420,7 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(
         result = engine.generate([prompt], 200, mode="lossless", eos_token_id=None)[0]
         assert result.drafted > 0
         place = next((i for i, (a, b) in enumerate(zip(full, result.token_ids, strict=True)) if a != b), None)
-        if place is not None:  # a tie in 16 bits, or a fault
+        if place is not None:  # a near-tie in 16 bits, or a bug
             logits = model(torch.tensor([prompt + full[:place]]).cuda()).logits[0, -1].float()
             assert float(logits.max() - logits[result.token_ids[place]]) < 0.05
 

@@ -1,4 +1,4 @@
-"""The graph path without a GPU: the same passes, buckets and device clock, replayed by calling them again."""
+"""The graph path without a GPU: the same passes, buckets and device positions, replayed by calling them again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from depthdecay.model.repairs import Repair
 
 def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
     replay_captures(monkeypatch)
-    engine = dd.Engine(model, plan=plan, fast=False)  # a CPU's compiled pass would take the prompt
+    engine = dd.Engine(model, plan=plan, fast=False)  # a CPU's compiled pass would run the prompt
     engine.uses_graphs = True
     engine.compiled = CompiledLayers() if compile else None
     return engine
@@ -48,7 +48,7 @@ def test_buckets_and_device_clock_give_the_same_text(
     expected = [reference_tokens(model, plan, prompt, 24) for prompt in PROMPTS]
     results = engine.generate(PROMPTS, max_new_tokens=24)
     assert [(r.token_ids, r.depths) for r in results] == expected
-    again = engine.generate(PROMPTS, max_new_tokens=20)  # graphs and cache are used again
+    again = engine.generate(PROMPTS, max_new_tokens=20)  # graphs and cache are reused
     assert [r.token_ids for r in again] == [tokens[:20] for tokens, _ in expected]
     single = engine.generate(PROMPTS[:1], max_new_tokens=24)
     assert single[0].token_ids == expected[0][0]
@@ -58,7 +58,7 @@ def test_buckets_and_device_clock_give_the_same_text(
 def test_our_attention_gives_the_same_text(architecture: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if compile and architecture not in ("llama", "gemma2", "gemma3_text"):
         pytest.skip("compiling takes long; one plain kind of layer and two mixed kinds show it")
-    # transformers 5.17 runs Gemma 2 by torch's attention, which leaves its cap out; that is left to it.
+    # transformers 5.17 runs Gemma 2 with SDPA, which ignores its softcap; we do not override that.
     name = "eager" if architecture == "gemma2" else "sdpa"
     model, plan = tiny_model(architecture, attn_implementation=name), plan_with(None)
     monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 16)
@@ -104,7 +104,7 @@ def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyP
     stream = engine._decode(prepare_request(engine, PROMPTS[:1], 8, {}), [dd.Result(num_layers=LAYERS, mode="decay")])
     next(stream)
     with warnings.catch_warnings(), dd.applied(model, plan):
-        warnings.simplefilter("error")  # a refusal is no failed capture
+        warnings.simplefilter("error")  # a refusal must not count as a failed capture
         with pytest.raises(DepthDecayError, match="applied"):
             next(stream)
     assert engine._steps.last is not None
@@ -119,13 +119,13 @@ def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatc
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2"])  # three names for the cache
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2"])  # three names for the cache argument
 def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_model(architecture), plan_with(ORDERS["first-layers-too"])
     engine = graph_engine(monkeypatch, model, plan, compile=True)
     monkeypatch.setattr(
         CompiledLayers, "function", lambda self, plain, dynamic=None, rows="one": plain
-    )  # what stands beside the layers
+    )  # the functions around the layers
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     result = engine.generate(PROMPTS[:1], max_new_tokens=24)[0]
@@ -137,7 +137,7 @@ def test_one_compilation_serves_all_layers(architecture: str, monkeypatch: pytes
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products each call of our own kernels took the place of."""
+    """How many products each call of our kernels replaced."""
     counts: list[int] = []
     replace = gemv_pass.GemvPass._replace
     monkeypatch.setattr(
@@ -171,11 +171,11 @@ def test_gemv_without_a_gpu_is_the_plain_product() -> None:
 
 
 def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
-    """Whatever their number: the first is compiled for itself, the second makes it a symbol."""
+    """Whatever the number of rows: the first is specialized, the second makes it symbolic."""
     torch.manual_seed(0)
     first, second = torch.nn.Linear(256, 128, bias=True).bfloat16(), torch.nn.Linear(256, 64, bias=False).bfloat16()
-    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # whose last program is not full: a call of its own
-    narrow = torch.nn.Linear(33, 32, bias=False).bfloat16()  # no multiple of what a program reads
+    odd = torch.nn.Linear(256, 33, bias=False).bfloat16()  # its last program is not full: it cannot share a launch
+    narrow = torch.nn.Linear(33, 32, bias=False).bfloat16()  # not a multiple of the kernel's block of columns
 
     def products(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([first(x).relu(), second(x), narrow(odd(x))], dim=-1)
@@ -204,14 +204,14 @@ def test_products_with_any_number_of_rows_are_compiled_once(made: list[int], dty
             x = torch.randn(*shape, 256).to(dtype)
             free_rows(x, "any")
             assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
-    assert made == [2, 2]  # a single row is compiled for itself
+    assert made == [2, 2]  # a single row is specialized
 
 
 def test_a_few_rows_without_a_gpu_are_the_plain_product() -> None:
     x, weights = torch.randn(3, 1280), [torch.randn(128, 1280), torch.randn(64, 1280)]
     expected = torch.cat([x @ w.t() for w in weights], dim=1)
     got = torch.ops.depthdecay.skinny_gemm(x, weights, False)
-    assert got.shape == (5, 3, 192)  # few programs for so few rows, so that columns are split
+    assert got.shape == (5, 3, 192)  # so few weight rows give few programs, so columns are split
     assert torch.allclose(got.sum(0), expected)
     torch.library.opcheck(gemv.skinny_gemm, (x, weights, False))
 
@@ -293,7 +293,7 @@ def test_generated_kernels_wait_before_their_first_access() -> None:
 
 
 def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass that compiled layers are held against is a plain one: what it compiled would overlap unsafely."""
+    """The reference pass for compiled layers must be plain: anything it compiled would overlap unsafely."""
     inside: list[bool] = []
     is_open = [False]
 
