@@ -301,7 +301,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """While open, the model calls `_attend` and builds no masks: transformers skips them for unknown names.
+        """While open, the model calls `_attend` and builds no masks: transformers has no mask function for our name.
 
         Only for models that take position ids: others would assume that all rows are at the same position.
         """
