@@ -1,4 +1,4 @@
-"""What all tests share: repeatable settings, every architecture in turn, and the embedded model, converted once."""
+"""Shared fixtures: repeatable settings, every architecture in turn, and the embedded model, converted once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from depthdecay.model import gguf_convert
 from depthdecay.model import load as models
 from depthdecay.speculative.expected_gain import TrackRecord
 
-# Tiny matrices are not worth sharing out, and threads that wait for each other on a busy machine take minutes.
+# Tiny matrices gain nothing from threads, and on a busy machine waiting threads take minutes.
 torch.set_num_threads(1)
 
-# The same examples in every run, and no deadlines: neither luck nor a busy machine decides whether a test passes.
-# `pytest --hypothesis-profile=default` looks for new examples.
+# The same examples in every run, and no deadlines, so that neither luck nor a busy machine fails a test.
+# `pytest --hypothesis-profile=default` searches for new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -30,7 +30,7 @@ def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# The embedded model, converted once a test run.
+# The embedded model, converted once per test run.
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def gguf_file() -> Path:
 
 @pytest.fixture(scope="session")
 def converted_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache that holds the embedded model, so that the slow conversion happens once a test run."""
+    """A cache that holds the embedded model, so that the slow conversion happens once per test run."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEPTHDECAY_CACHE", str(folder))
@@ -65,7 +65,7 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Windows of changing length instead of those that pay: random weights draft badly."""
+    """Windows of varying length instead of those that pay off: random weights draft badly."""
     lengths: list[int] = []
 
     def window(self: TrackRecord) -> int:

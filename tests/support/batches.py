@@ -1,4 +1,4 @@
-"""Batches of random requests for tests, each held against its answer alone."""
+"""Batches of random requests for tests, each compared with its answer alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = BatchSettings(max_batch=4, prefill_tokens=6, cohort_seconds=0)
 
 
 def random_repairs(plan: Plan, hidden: int = 32) -> Repairs:
-    """Maps that change the text, one for each run of every depth, so that a row with another's map would be noticed."""
+    """Repair maps that change the text, one per run and depth, so that a row with the wrong map is noticed."""
     generator = torch.Generator().manual_seed(7)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def check_random_arrivals(
     windows: Windows | None = None,
     batcher_type: type[Batcher] = Batcher,
 ) -> Batcher:
-    """Requests come at random steps, some are given up on the way; the others get what they get alone."""
+    """Requests arrive at random steps and some are cancelled; the others get the answer they get alone."""
     generator = random.Random(seed)
     batcher = batcher_type(Engine(model, None, plans[0], repairs=repairs, compile=False), settings)
     coming = random_asks(generator, 12, modes, plans)
@@ -163,7 +163,7 @@ def check_random_arrivals(
 
 
 def check_account(result: Result) -> None:
-    """What a result says it took: all that was drafted was verified, and every verification brought a token."""
+    """A result's counts add up: every draft was verified, and every verification yielded a token."""
     if result.mode != "lossless":
         assert result.layers_executed == sum(result.depths)
         return
@@ -176,9 +176,9 @@ def check_account(result: Result) -> None:
 
 
 class Windows:
-    """Windows of changing length instead of those that pay, and drafts that are right more often than not.
+    """Windows of varying length instead of those that pay off, and drafts that are mostly accepted.
 
-    Random weights draft badly, and their texts repeat nothing: so lookup is told what full depth says, with mistakes.
+    Random weights draft badly and their texts do not repeat. So lookup gets full depth's answer, with some mistakes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A calibration that takes seconds: few prompts, small maps; and texts to record without one."""
+"""A calibration that takes seconds (few prompts, small maps), and texts to record without calibrating."""
 
 from __future__ import annotations
 

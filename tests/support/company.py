@@ -1,4 +1,4 @@
-"""The same requests alone and in company, and what must not differ: tokens, and the bits of their log-probabilities."""
+"""Batch invariance: requests get the same tokens and bitwise identical log-probabilities alone and in a batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from batches import assert_nothing_left, submit
 from depthdecay.batching.batcher import Batcher
 from depthdecay.engine.result import Result
 
-Answer = tuple[list[int], list[Any]]  # tokens, and log-probabilities where they were asked for
+Answer = tuple[list[int], list[Any]]  # tokens, and log-probabilities where requested
 
 
 def answers(batcher: Batcher, asks: Sequence[dict[str, Any]], at_a_time: int, seed: int = 0) -> list[Answer]:
-    """So many requests at a time at most, in a random order and at random steps."""
+    """Submit requests in random order at random steps, at most `at_a_time` at once."""
     chosen = random.Random(seed)
     order = chosen.sample(range(len(asks)), len(asks))
     places: dict[int, int] = {}
@@ -43,7 +43,7 @@ def check_exact(result: Result) -> None:
 
 
 def check_company(batcher: Batcher, asks: Sequence[dict[str, Any]], company: Sequence[int]) -> list[Answer]:
-    """Every request gets the same answer in every company; what it gets alone."""
+    """Every request gets the answer that it gets alone, whatever else is in the batch."""
     alone = answers(batcher, asks, 1)
     for at_a_time in company:
         for ask, got, expected in zip(asks, answers(batcher, asks, at_a_time, at_a_time), alone, strict=True):
@@ -73,7 +73,7 @@ def mixed_asks(
         length = lengths[number % len(lengths)]
         asks.append(
             {
-                "prompt": (start * length)[:length],  # so that lookup finds something
+                "prompt": (start * length)[:length],  # repetitive, so that lookup finds something
                 "tokens": chosen.randint(tokens // 2, tokens),
                 "plan": plan if mode == "decay" else None,
                 "mode": mode,

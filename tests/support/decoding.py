@@ -23,7 +23,7 @@ def tokens(results: list[dd.Result]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-# Orders that drop the first and the last layers too: then the layer that masks are sized by stands still.
+# Orders that drop the first and the last layers too: then the layer whose cache sizes the masks stops growing.
 ORDERS = {"middle-out": None, "first-layers-too": (0, 5, 1, 6, 3), "last-layers-too": (7, 2, 6, 0)}
 
 

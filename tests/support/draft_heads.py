@@ -1,4 +1,4 @@
-"""Draft heads that nobody has fitted, and the states that they are fed."""
+"""Random draft heads, and the hidden states that they take as input."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from depthdecay.cuda.kernels import paged_attention as over_blocks
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged
 
-TOLERANCE = {torch.float16: 2e-3, torch.float32: 3e-6}  # the interpreter does not know bfloat16
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 3e-6}  # the interpreter does not support bfloat16
 
 
 def require_close(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ def require_close(got: torch.Tensor, exact: torch.Tensor) -> None:
 def check_texts(
     dtype: torch.dtype, size: int, tokens: int, last: int, padding: list[int], window: int | None, softcap: float | None
 ) -> None:
-    """Texts in lock-step: against plain attention; and token by token, text by text, in other buckets."""
+    """Texts in lock-step, compared with plain attention, with single tokens and texts, and with another bucket."""
     torch.manual_seed(0)
     ways, batch, positions = (0.2, window, softcap), len(padding), last + tokens + 100
     query = torch.randn((batch, 4, tokens, size)).to(dtype)
@@ -47,7 +47,7 @@ def check_texts(
 def check_rows(
     dtype: torch.dtype, heads: int, size: int, positions: list[int], window: int | None, softcap: float | None
 ) -> None:
-    """Rows over blocks: against plain attention; and exact ones alone, and over a cache in one piece."""
+    """Rows over KV blocks, compared with plain attention; exact rows also alone and over a contiguous cache."""
     torch.manual_seed(0)
     rows, most = len(positions), -(-(max(positions) + 1) // 16)
     table = torch.randperm(rows * most).add(1).view(rows, 1, most).int()

@@ -36,7 +36,7 @@ def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) ->
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for dtype in (torch.float16, torch.float32):  # the interpreter does not know bfloat16
+    for dtype in (torch.float16, torch.float32):  # the interpreter does not support bfloat16
         for columns, heights in ((512, [64, 32]), (576, [96]), (256, [8]), (128, [97])):
             check_products(dtype, columns, heights)
         for experts, choices in ((4, 2), (6, 3)):

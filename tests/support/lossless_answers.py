@@ -1,4 +1,4 @@
-"""Lossless answers for tests, and an engine whose drafts are all right."""
+"""Lossless answers for tests, and an engine whose drafts are all accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def token_ids(engine: dd.Engine, mode: str, prompts: list[list[int]], tokens: in
 
 
 def perfect_engine() -> dd.Engine:
-    """Its shallow pass is the full one: layer 3 does nothing."""
+    """Its shallow pass equals the full one, since layer 3 does nothing."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[3].self_attn.o_proj.weight.zero_()

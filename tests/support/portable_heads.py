@@ -1,4 +1,4 @@
-"""Random draft heads of the form that other engines load, and what our own code drafts with them."""
+"""Random draft heads in the form that other engines load, and what our own code drafts with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from depthdecay.speculative.head_text import HeadText, PlacedHead
 
 
 def portable_head(model: Any, vocabulary: torch.Tensor, seed: int = 0) -> DraftHead:
-    """Drawn wide enough that every tensor matters: a wrong one, or one in another's place, changes what is drafted."""
+    """Drawn with a variance large enough that every tensor matters: a wrong or swapped one changes the drafts."""
     torch.manual_seed(seed)
     stack = LayerStack.of(model)
     head = DraftHead.new(stack, HeadShape.of(stack, states=portable_states(stack.num_layers)), vocabulary)
@@ -26,7 +26,7 @@ def portable_head(model: Any, vocabulary: torch.Tensor, seed: int = 0) -> DraftH
 
 
 def save_with_plan(head: DraftHead, folder: Path, num_layers: int, file: str = HEAD_FILE, **plan: Any) -> Path:
-    """A plan's folder that holds the head, by the file's name as the plan's own or as the one for other engines."""
+    """A plan folder with the head; the file name decides whether it is the plan's own or for other engines."""
     head.save(folder / file)
     named = file if file == HEAD_FILE else None
     replace(dd.Plan.full(num_layers), draft_head=named, **plan).save(folder)
@@ -35,11 +35,11 @@ def save_with_plan(head: DraftHead, folder: Path, num_layers: int, file: str = H
 
 @dataclass(frozen=True)
 class Drafts:
-    """What follows a prompt: the full model's token, and drafts behind it, each with the logits that it is from."""
+    """What follows a prompt: the full model's token, then the drafts, each with its logits."""
 
     tokens: list[int]
-    logits: list[torch.Tensor]  # of the draft vocabulary, one less than tokens
-    states: torch.Tensor  # of the prompt's positions: those that the head is fed with, side by side
+    logits: list[torch.Tensor]  # over the draft vocabulary, one fewer than tokens
+    states: torch.Tensor  # the head's input at the prompt's positions, concatenated
 
 
 def our_drafts(head: DraftHead, model: Any, prompt: list[int], count: int = 3) -> Drafts:

@@ -1,8 +1,8 @@
-"""Depth decay written as plainly as possible: no cache, no graph, none of the package's code that runs layers.
+"""Depth decay as plainly as possible: no cache, no graphs, none of the package's code that runs layers.
 
-The whole text goes through the model again for every token. A hook behind each layer keeps the layer's output where
-the position runs it and restores its input where not. That is exact because ladders are nested and depth never rises:
-a position that runs a layer only looks back at positions that ran it too.
+The whole text runs through the model again for every token. A hook after each layer keeps the layer's output where the
+position runs it and restores its input elsewhere. That is exact because ladders are nested and depth never rises: a
+position that runs a layer only attends to positions that ran it too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from depthdecay.plan.plan import Plan
 
 
 def decoder_layers(model: Any) -> Any:
-    """The layers by the names that each architecture gives them, not by the rule of the package."""
+    """The layers, found by each architecture's own names rather than by the package's rule."""
     for path in ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers"):
         node = model
         for name in path.split("."):

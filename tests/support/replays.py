@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs where there is no GPU: the recorded pass is run again."""
+"""A stand-in for CUDA graphs where there is no GPU: it runs the recorded pass again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Replay:
 
 
 def replay_captures(monkeypatch: pytest.MonkeyPatch, allowed: Iterator[bool] | None = None) -> None:
-    """Let captures give replays; `allowed`: whether each may succeed."""
+    """Make captures return replays; `allowed`: whether each capture succeeds."""
 
     def capture(self: Capturer, warm_up: Callable[[], None], run: Callable[[], None]) -> Replay:
-        warm_up()  # it really runs, and must do no harm
+        warm_up()  # really runs, and must have no side effects
         if allowed is not None and not next(allowed):
             raise RuntimeError("no capture")
         return Replay(run)

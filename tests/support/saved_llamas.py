@@ -1,4 +1,4 @@
-"""Tiny Llama models on disk, and what the loader says of things that are none."""
+"""Tiny Llama models on disk, and the loader's error for anything else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_llama(folder: Path, **changes: Any) -> LlamaForCausalLM:
 
 
 def refusal(given: object, **options: Any) -> str:
-    """The one line with which `load` refuses."""
+    """The one-line error of `load`."""
     with pytest.raises(DepthDecayError) as caught:
         models.load(str(given), **{"device": "cpu", **options})
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""A tiny random chat model on disk, with a byte-level tokenizer: what the command line is given in tests."""
+"""A tiny random chat model on disk with a byte-level tokenizer, for tests of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
 def save_tiny_chat_model(folder: Path, *, chat: bool = True, seed: int = 0, **changes: Any) -> str:
-    """Save it and give the path as the command line takes it."""
+    """Save it and return the path for the command line."""
     model = tiny_model("llama", seed=seed, vocab_size=len(SPECIAL) + len(BYTES), **changes)
     model.save_pretrained(folder)
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *BYTES])}

@@ -1,4 +1,4 @@
-"""A server of a tiny model in a thread, for tests that talk to it as clients do."""
+"""A server with a tiny model in a thread, for tests that act as clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from depthdecay.serve.connections import ConnectionLimits
 from depthdecay.serve.server import Server, bind
 from depthdecay.serve.worker import Worker
 
-PATIENCE = 240.0  # a busy machine may take its time; nothing here waits in vain
+PATIENCE = 240.0  # generous for a busy machine; a passing test never waits this long
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Running:
     server: Server
 
     def is_clean(self) -> bool:
-        """No row, block or ticket is left behind."""
+        """No row, block or ticket is left."""
         batcher = self.worker.batcher
         return batcher.is_idle and batcher.usage().used == 0 and self.worker.open_tickets == 0
 
@@ -46,12 +46,12 @@ def until(condition: Any, what: str = "the condition") -> None:
     """Wait for something that happens in another thread."""
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come about"
+        assert time.monotonic() < end, f"{what} did not happen"
         time.sleep(0.005)
 
 
 def tiny_engine(folder: Path, plan: Plan | None = None) -> Engine:
-    """By the model's own forward: compiled passes of so small a model end before a test has looked."""
+    """Runs the model's own forward: compiled passes of such a small model finish before a test can look."""
     loaded = load(save_tiny_chat_model(folder), device="cpu")
     return Engine(loaded.model, loaded.tokenizer, plan or Plan.decay(LAYERS, "0.98"), fast=False)
 
@@ -103,7 +103,7 @@ def assert_problem(response: Any, status: int, param: str | None = None, code: s
 
 
 def slowed(server: Running) -> threading.Event:
-    """Steps take a tenth of a second from now on, until the event is set: an answer lasts while a test looks."""
+    """Slow each step to a tenth of a second until the event is set, so that a test can observe a running answer."""
     seen = threading.Event()
     step = server.worker.batcher.step
 
@@ -121,7 +121,7 @@ def long_ask(**changes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(folder: str, *options: str, most_files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`depthdecay serve` in a process of its own, ready for requests: its address, and the process with its log."""
+    """`depthdecay serve` in its own process, ready for requests: its address, and the process with its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Tiny models whose random text can be read: they say ASCII."""
+"""Tiny models whose random text is readable: they output ASCII."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from depthdecay.model.loaded_model import LoadedModel
 
 
 def plain_spoken(folder: Path, **settings: Any) -> LoadedModel:
-    """A tiny model whose bytes are ASCII, mostly letters; others of a random model's bytes are no text."""
+    """A tiny model that outputs ASCII bytes, mostly letters; arbitrary random bytes would not be valid text."""
     path = save_tiny_chat_model(folder, **settings)
     loaded = dd.load(path, device="cpu")
     spoken = torch.zeros(len(SPECIAL) + len(BYTES), 1)

@@ -1,4 +1,4 @@
-"""Tiny GGUF files with random weights and a small vocabulary, of each family that tokenizes in its own way."""
+"""Tiny GGUF files with random weights and a small vocabulary, one for each family of tokenizers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def byte_level(writer: Any, pre: str, special: list[tuple[str, int]]) -> None:
 
 
 def scored(writer: Any, special: list[tuple[str, int]]) -> None:
-    """sentencepiece's kind: the special tokens, bytes, characters, and pieces with scores."""
+    """A sentencepiece vocabulary: the special tokens, bytes, characters, and pieces with scores."""
     tokens = [*special, *((f"<0x{byte:02X}>", BYTE) for byte in range(256))]
     tokens += [(character, NORMAL) for character in _CHARACTERS] + [(piece, NORMAL) for piece in _PIECES]
     writer.add_tokenizer_model("llama")
@@ -113,7 +113,7 @@ def _llama_bpe(writer: Any) -> None:
     byte_level(
         writer, "llama-bpe", [("<|begin_of_text|>", CONTROL), ("<|end_of_text|>", CONTROL), ("<|eot_id|>", CONTROL)]
     )
-    writer.add_bos_token_id(first)  # and no word on whether it is added: the pre-tokenizer's name says so
+    writer.add_bos_token_id(first)  # whether it is added follows from the pre-tokenizer's name
     writer.add_eos_token_id(first + 1)
     writer.add_eot_token_id(first + 2)
 
@@ -138,7 +138,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 
 def save_tiny_gguf(path: Path, family: str = "llama-spm", change: Callable[[Any], None] | None = None) -> Path:
-    """A complete file. `change` says more about the tokenizer, or otherwise what has been said already."""
+    """A complete file. `change` adds tokenizer fields or overrides those already written."""
     architecture, describe = FAMILIES[family]
     writer = gguf.GGUFWriter(path, architecture)
     describe(writer)

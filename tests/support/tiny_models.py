@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture that we promise."""
+"""Tiny random models of every supported architecture."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    """A random fp32 model whose greedy text is varied: weights are drawn wide enough that layers matter."""
+    """A random fp32 model whose greedy text varies: the weights' variance is large enough that layers matter."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
-                # Gemma multiplies embeddings by the root of the hidden size: drawn wide, they would drown the layers.
+                # Gemma multiplies embeddings by the root of the hidden size; a large variance would drown the layers.
                 wide = 0.1 if "gemma" in architecture else 0.6
                 parameter.normal_(0, wide if "embed" in name or "wte" in name else 0.25)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, bos_token_id=1)
