@@ -1,4 +1,4 @@
-"""The folders are floors: code imports from its own floor and those below. What does not is listed, with its reason."""
+"""The folders form layers: code imports from its own floor and those below. Exceptions are listed with a reason."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLOORS = (
     {"cli", "serve", "integrations"},
 )
 
-# Upwards all the same: (module, what it needs of a floor above).
+# Imports that go up a floor: (module, what it imports).
 EXCEPTIONS = {
-    ("model.layers", "runners.contract"): "a pass over the model's layers speaks the contract's words",
+    ("model.layers", "runners.contract"): "a pass over the model's layers uses the contract's types",
     ("cpu.compiled_stack", "speculative.short_head"): "drafts read their own rows of the quantized output matrix",
 }
 
@@ -32,7 +32,7 @@ def _floor(module: str) -> int | None:
 
 
 def _imports(file: Path) -> set[str]:
-    """What a module needs when it runs, below `depthdecay`; imports for type checkers alone do not count."""
+    """What a module imports from `depthdecay` at run time; imports for type checkers do not count."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

@@ -1,4 +1,4 @@
-"""Files are whole or not there, whoever writes them at the same time."""
+"""File writes are atomic, also with several writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is frozen stays out of collections while a process works, and is collected at its end where triton looks."""
+"""Frozen objects stay out of collections while a process runs, and are collected at exit if triton is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private names of other libraries that we use: each is there, and does what we need of it."""
+"""The private names of other libraries that we use: each exists and does what we need."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestAttention:
             assert internals.attention_name(model.config) == "ours"
             generate(model)
         assert len(asked) == 3 * LAYERS
-        assert asked == [None] * len(asked)  # no masks are made for names that transformers does not know
+        assert asked == [None] * len(asked)  # transformers builds no masks for names that it does not know
         assert internals.attention_name(model.config) == "sdpa"
         assert internals.attention_function("ours") is None
         assert generate(model).tolist() == expected.tolist()
@@ -95,7 +95,7 @@ class TestAttention:
             plain.__name__,
             lambda *args, **kwargs: calls.append(kwargs["softcap"]),
         )
-        with pytest.raises(TypeError):  # what noted the call answers nothing
+        with pytest.raises(TypeError):  # the recording stub returns None
             generate(model)
         assert calls == [model.config.attn_logit_softcapping]
 
@@ -144,7 +144,7 @@ class TestGenerate:
         assert read[len(in_prompt) :] == [(False, 1)] * 3
 
     def test_compiled_steps_go_through_the_method_that_we_replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On a CPU generate compiles nothing, so it is told to."""
+        """On a CPU generate compiles nothing by itself, so the test forces it."""
         model, asked = tiny_model(), []
         monkeypatch.setattr(model, "_valid_auto_compile_criteria", lambda *_: True)
 
@@ -234,7 +234,7 @@ class TestTorch:
         if not torch.cuda.is_available():
             pytest.skip("needs CUDA")
         weight = torch.ones(64, 64, device="cuda")
-        internals.clear_cublas_workspaces()  # of tests before this one
+        internals.clear_cublas_workspaces()  # left by earlier tests
         before = torch.cuda.memory_allocated()
         weight @ weight
         internals.clear_cublas_workspaces()
@@ -283,7 +283,7 @@ class TestInductor:
 
         made = GemvPass(overlap=False)
         assert isinstance(made, internals.graph_pass_class())
-        assert codecache.CustomGraphPass is internals.graph_pass_class()  # by which it decides what to cache
+        assert codecache.CustomGraphPass is internals.graph_pass_class()  # which decides what it caches
         assert made.uuid() == GemvPass(overlap=False).uuid() != GemvPass(overlap=True).uuid()
 
     def test_a_pass_is_called_with_the_traced_graph(self) -> None:
@@ -304,7 +304,7 @@ class TestInductor:
         assert torch.ops.aten.mm.default in seen
 
     def test_sizes_that_vary_take_one_compilation(self) -> None:
-        """From the first one on, also where another size has the same value."""
+        """The first compilation already serves all sizes, also where two sizes coincide."""
         torch._dynamo.reset()
         graphs: list[Any] = []
         backend = lambda graph, _inputs: (graphs.append(graph), graph.forward)[1]  # noqa: E731
@@ -324,7 +324,7 @@ class TestInductor:
         assert len({*keys, internals.files_key((str(files[0]),), extra="more")}) == 3
 
     def test_generated_kernels_ask_where_to_wait(self) -> None:
-        """A stand-in for a kernel: real ones are generated for CUDA alone."""
+        """With a stand-in for a kernel: real ones are only generated for CUDA."""
         kernel_class = internals._waiting_kernel()
         original = kernel_class._handle_pdl_before_access
         for method in ("load", "store"):
@@ -337,7 +337,7 @@ class TestInductor:
                 kernel_class._handle_pdl_before_access(kernel, buffer, "a buffer", consider_reads=True)
         assert lines == ["tl.extra.cuda.gdc_wait()"]
         assert kernel_class._handle_pdl_before_access is original
-        # What `overlap` asks of a kernel beside these.
+        # The other attributes of a kernel that `overlap` uses.
         source = inspect.getsource(kernel_class)
         assert all(f"self.{name}" in source for name in ("inside_reduction", "range_trees", "body.writeline"))
 
@@ -368,7 +368,7 @@ class TestThereIsNoOtherPlace:
         ours = {"_exit", *(name for tree in trees.values() for name in _defined(tree))}  # os._exit is documented
         used = {file: sorted(set(_private_names(tree)) - ours) for file, tree in trees.items()}
         strangers = {file: names for file, names in used.items() if names}
-        assert not strangers, f"private names of other libraries belong into library_internals.py: {strangers}"
+        assert not strangers, f"private names of other libraries belong in library_internals.py: {strangers}"
 
     @pytest.mark.parametrize(
         "text",
@@ -394,7 +394,7 @@ def _is_private(name: str) -> bool:
 
 
 def _private_names(tree: ast.AST) -> list[str]:
-    """Private attributes and modules, and strings that name one, as getattr takes them."""
+    """Private attributes and modules, and strings that name one, as in getattr."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -409,11 +409,11 @@ def _private_names(tree: ast.AST) -> list[str]:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Private names that a file of ours gives to something."""
+    """Private names that one of our files defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            yield node.attr  # set on any other object, it is that object's
+            yield node.attr  # set on any other object, it belongs to that object

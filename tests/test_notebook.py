@@ -1,4 +1,4 @@
-"""The guide's notebook runs from its first cell to its last, on the embedded model."""
+"""The guide's notebook runs from first cell to last on the embedded model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "guides" / "faster.ipynb"
 
 
 def test_the_notebook_runs_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells are plain Python, so they need no kernel; its own asserts say what has to hold."""
+    """Its cells are plain Python, so they need no Jupyter kernel, and contain their own asserts."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

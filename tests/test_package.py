@@ -1,4 +1,4 @@
-"""The package as it is installed: what the code reads beside itself must be in the wheel."""
+"""The package as installed: the wheel must contain the data files that the code reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGE = REPOSITORY / "src" / "depthdecay"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution, made of a copy since a build leaves folders behind, and the wheel that is made of it."""
+    """A source distribution and the wheel built from it; built in a copy, since a build leaves folders behind."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("built")
     shutil.copytree(REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -52,7 +52,7 @@ def wheel(built: Path) -> set[str]:
 
 
 def test_an_installed_wheel_tells_its_version_and_what_is_fast(built: Path, tmp_path: Path) -> None:
-    """In an environment that has our dependencies and nothing of this checkout."""
+    """In an environment with our dependencies but nothing from this checkout."""
     (file,) = built.glob("*.whl")
     venv.create(tmp_path / "clean", with_pip=False)
     python = tmp_path / "clean" / "bin" / "python"
@@ -61,7 +61,7 @@ def test_an_installed_wheel_tells_its_version_and_what_is_fast(built: Path, tmp_
     site = Path(subprocess.run([str(python), "-c", find], **words).stdout.strip())
     install = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target", str(site), str(file)]
     subprocess.run([sys.executable, "-m", "pip", "install", *install], **words)
-    # A bare path, so that the .pth file by which tests find this checkout is not read.
+    # A bare path, so that the .pth file through which tests find this checkout is not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = partial(subprocess.run, env=clean, **words)

@@ -1,4 +1,4 @@
-"""What is not ours is put back as it was, also where several threads change it at once."""
+"""Patched objects are restored, also when several threads patch them at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_shared_change_lasts_until_the_last_one_is_done() -> None:
     first, second = patch.made(), patch.made()
     first.__enter__()
     second.__enter__()
-    first.__exit__(None, None, None)  # not in the order of a stack, as threads do
+    first.__exit__(None, None, None)  # not in stack order, as with threads
     assert events == ["made"]
     second.__exit__(None, None, None)
     assert events == ["made", "undone"]
@@ -58,7 +58,7 @@ def test_attributes_are_put_back_after_an_error() -> None:
 
 
 def test_two_models_in_two_threads_keep_their_own_attention() -> None:
-    """One begins, the other begins, the first ends: the second still has its own, and afterwards nobody has any."""
+    """One starts, the other starts, the first ends: the second keeps its own, and afterwards none is left."""
     original = attention_function("sdpa")
     stacks = [LayerStack.of(tiny_model()), LayerStack.of(tiny_model())]
     bystander = LayerStack.of(tiny_model()).attending[0]

@@ -1,4 +1,4 @@
-"""Prompts are read from files in every form that people have them in, and mistakes are named by their line."""
+"""Prompts are read from every supported file format, and errors name the line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from depthdecay.prompt_files import prompts_for, read_prompts
         ('{"question": "a"}\n{"answer": 2}\n', "line 2 has none of the fields"),
         ('{"question": "a"}\nnonsense\n', "line 2 is not JSON"),
         ("[1, 2]\n", "line 1 is list"),
-        ('{"prompt": 5}\n', "line 1: prompt must be a text"),
+        ('{"prompt": 5}\n', "line 1: prompt must be a non-empty string"),
         ('{"messages": [{"role": "user"}]}\n', "line 1: messages must be a list"),
-        ("\n\n", "holds no prompt"),
+        ("\n\n", "contains no prompts"),
     ],
 )
 def test_prompts_in_a_wrong_format_are_named_by_line(content: str, complaint: str, tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_prompts_are_a_file_a_list_or_a_tasks_questions(tmp_path: Path) -> None:
 
 
 def test_of_several_turns_the_first_is_asked(tmp_path: Path) -> None:
-    """As MT-bench's questions lie."""
+    """The format of MT-bench's questions."""
     file = tmp_path / "questions.jsonl"
     file.write_text('{"question_id": 81, "turns": ["Write a poem.", "Now in French."]}\n', encoding="utf-8")
     assert read_prompts(file) == ["Write a poem."]
     file.write_text('{"turns": [5]}\n', encoding="utf-8")
-    with pytest.raises(DepthDecayError, match="turns must be a text"):
+    with pytest.raises(DepthDecayError, match="turns must be a non-empty string"):
         read_prompts(file)

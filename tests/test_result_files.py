@@ -1,4 +1,4 @@
-"""Result files: where they may lie, and that they say by which command they can be made again."""
+"""Result files: where they may be written, and that they record the command that produced them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from depthdecay.result_files import provenance, require_writable, write_result
         (["/opt/venv/bin/depthdecay", "bench", "-m", "/home/me/models/tiny"], "depthdecay bench -m tiny"),
         (["/src/depthdecay/__main__.py", "check", "--json"], "depthdecay check --json"),
         (["/home/me/experiments/study.py", "--seed", "3"], "python study.py --seed 3"),
-        ([""], "python"),  # typed line by line
+        ([""], "python"),  # interactive
     ],
 )
 def test_the_command_is_what_was_typed(typed: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_command_is_what_was_typed(typed: list[str], told: str, monkeypatch:
     assert provenance()["command"] == told
 
 
-NO_FILES_HERE = Path("/proc/self")  # a folder in which nobody can make a file, not even root
+NO_FILES_HERE = Path("/proc/self")  # a folder in which not even root can create a file
 
 
 @pytest.mark.skipif(not NO_FILES_HERE.is_dir(), reason="needs Linux's /proc")

@@ -1,4 +1,4 @@
-"""`check` passes on sound models, and sees each fault that it is there to see."""
+"""`check` passes on sound models and detects each kind of fault."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_tokenizer_that_is_not_the_files_fails(
 
 
 def test_the_command_fails_where_prompts_lack_their_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' own conversion has it: everything that decodes agrees, on the wrong prompts."""
+    """As with transformers' own conversion: every decoding check passes, on the wrong prompts."""
     monkeypatch.setenv("DEPTHDECAY_CACHE", str(tmp_path / "cache"))
     right = gguf_tokenizer.make_tokenizer
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Loaded when first asked for: plans are made and read without importing torch.
+# Imported on first use, so that plans can be built and read without importing torch.
 _EXPORTS = {
     "Batcher": "batching.batcher",
     "DepthDecayError": "errors",

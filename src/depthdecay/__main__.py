@@ -1,4 +1,4 @@
-"""`python -m depthdecay`: the command line without its script."""
+"""`python -m depthdecay`: the command line without the installed script."""
 
 from depthdecay.cli import main
 

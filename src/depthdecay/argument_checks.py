@@ -1,4 +1,4 @@
-"""What callers may give, checked: whole numbers within bounds, decimals as they were typed, one value of several."""
+"""Argument validation: whole numbers within bounds, exact decimals, mutually exclusive options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from depthdecay.errors import ArgumentError
 
-# The smallest float, 5e-324, has 324 decimal places; longer numbers are not meant by anybody.
+# The smallest float, 5e-324, has 324 decimal places; nobody means a longer number.
 MAX_DECIMAL_PLACES = 400
 
 
@@ -31,7 +31,7 @@ def whole_number(name: str, value: object, low: int, high: int | None = None) ->
 
 
 def exact_decimal(name: str, value: object) -> Decimal:
-    """The number that a person who wrote `value` meant: a float stands for its shortest decimal."""
+    """`value` as an exact decimal. A float is read as its shortest decimal, which is what was typed."""
     if isinstance(value, bool) or not isinstance(value, (float, int, str, Decimal)):
         raise ArgumentError(f"{name} is {reprlib.repr(value)}; expected a number", name)
     try:
@@ -47,14 +47,14 @@ def exact_decimal(name: str, value: object) -> Decimal:
 
 
 def at_most_one(**given: Any) -> None:
-    """Refuse two values that each decide the same thing."""
+    """Reject arguments that each set the same thing."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise ArgumentError(f"{' and '.join(names)} were given together; each decides the same, so use one", *names)
+        raise ArgumentError(f"{' and '.join(names)} were given together; they set the same thing, so use one", *names)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine and nobody else's."""
+    """Whether a host name or address is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

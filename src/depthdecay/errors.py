@@ -1,4 +1,4 @@
-"""The one exception that users see: a sentence saying what was given, what was expected, and what would work."""
+"""The exceptions users see. The message is one sentence: what was given, what was expected, what to do."""
 
 
 class DepthDecayError(ValueError):
@@ -6,7 +6,7 @@ class DepthDecayError(ValueError):
 
 
 class ArgumentError(DepthDecayError):
-    """A value that cannot be used. `parameters`: the Python names in the message, which a command line translates."""
+    """A value that cannot be used. `parameters`: Python names in the message, which the CLI replaces with flags."""
 
     def __init__(self, message: str, *parameters: str) -> None:
         super().__init__(message)
@@ -14,7 +14,7 @@ class ArgumentError(DepthDecayError):
 
 
 class UnwrittenResultError(DepthDecayError):
-    """All was measured, and a file for it could not be written; `report` is what would be lost."""
+    """The measurement finished, but its file could not be written; `report` holds what would be lost."""
 
     def __init__(self, message: str, report: object) -> None:
         super().__init__(message)
@@ -22,40 +22,40 @@ class UnwrittenResultError(DepthDecayError):
 
 
 class ContextError(DepthDecayError):
-    """A prompt leaves no room for an answer."""
+    """The prompt leaves no room for an answer in the context."""
 
 
 class PlanMismatchError(DepthDecayError):
-    """A plan was made for another model than the one it is applied to."""
+    """The plan was made for a different model."""
 
 
 class MissingNameError(DepthDecayError):
-    """A library's version lacks a private name that depthdecay is built on."""
+    """The installed version of a library lacks a private name that depthdecay relies on."""
 
 
 class UnsupportedModelError(DepthDecayError):
-    """The model has a shape that depth decay cannot run correctly, so it is refused."""
+    """Depth decay cannot run this kind of model correctly, so it is refused."""
 
 
 class GuessedPlanWarning(UserWarning):
-    """A plan drops layers that nobody has measured."""
+    """The plan drops layers by guess, without calibration."""
 
 
 class NotCapturable(DepthDecayError):
-    """The model cannot run as CUDA graphs; passes go on eagerly."""
+    """The model cannot be captured as CUDA graphs; passes continue eagerly."""
 
 
 def install(extra: str) -> str:
-    """How to get what an extra brings. From the source: the package is on no index."""
+    """How to install an extra. From source, since the package is not on an index."""
     return f"in depthdecay's source folder, pip install '.[{extra}]'"
 
 
 def one_line(error: object, limit: int = 200) -> str:
-    """A library's message as part of a sentence."""
+    """A library's message, shortened to fit into a sentence."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def failure(error: Exception) -> str:
-    """Why a row of a bench has no figures."""
+    """Why a benchmark row has no figures."""
     return one_line(f"{type(error).__name__}: {error}", limit=300)

@@ -1,4 +1,4 @@
-"""Paths: as people type them, where packages and our own cache lie; and files that are whole or not there."""
+"""Paths as users type them, package files, our cache folder, and atomic file writes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from depthdecay.errors import DepthDecayError
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with ~ and ~name as the folders that they stand for."""
+    """A path with ~ and ~name expanded."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise DepthDecayError(f"'{path}' begins with the home of a user who is not here; give the whole path") from None
+        raise DepthDecayError(f"'{path}' begins with the home of a user unknown here; give the full path") from None
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder to write to, refused before anything long runs."""
+    """Create the folder to write to, or fail before anything long runs."""
     folder = expanded(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,12 +29,12 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise DepthDecayError(f"cannot write to the folder '{path}': {error.strerror or error}") from None
     except ValueError:
-        raise DepthDecayError(f"cannot write to {path!r}: no folder can have that name") from None
+        raise DepthDecayError(f"cannot write to {path!r}: that is not a valid folder name") from None
     return folder
 
 
 def try_folder(folder: Path) -> None:
-    """Make and remove what `made_aside` makes there; an OSError says that no file can be written."""
+    """Create and remove a temporary folder, as `made_aside` does; raises OSError where nothing can be written."""
     with _aside(folder):
         pass
 
@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def package_file(package: str, inside: str) -> Path | None:
-    """A file that an installed package carries. Found, not imported: its code is not needed, nor what that needs."""
+    """A file inside an installed package, found without importing it or its dependencies."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations if spec else None) or ():
         path = Path(folder, inside)
@@ -58,7 +58,7 @@ def package_file(package: str, inside: str) -> Path | None:
 
 
 def read_bytes(path: str | os.PathLike[str], called: str) -> bytes:
-    """A file that the user named; `called` begins the sentence that says why it cannot be read."""
+    """Read a file that the user named; `called` starts the error message if that fails."""
     try:
         return expanded(path).read_bytes()
     except OSError as error:
@@ -67,9 +67,10 @@ def read_bytes(path: str | os.PathLike[str], called: str) -> bytes:
 
 @contextmanager
 def made_aside(path: Path) -> Iterator[Path]:
-    """Where to make a file: it takes its place once it is on the disk, so that nobody ever sees half of it.
+    """Write a file atomically: the yielded path replaces `path` once it is on disk, so nobody sees half a file.
 
-    Several may make the same one at once. In a folder, since of tempfile's own files only their owner may read them.
+    Several processes may write the same file at once. It is written inside a temporary folder, since files made by
+    tempfile itself are readable by their owner only.
     """
     with _aside(path.parent) as folder:
         made = Path(folder, path.name)

@@ -1,4 +1,4 @@
-"""What a process keeps to its end, left out of garbage collection until then."""
+"""Keep long-lived objects out of garbage collection until the process exits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def freeze_for_good() -> None:
-    """Libraries make a million objects that stay; every collection would look at all of them and find none."""
+    """Freeze the million long-lived objects that libraries create; otherwise every collection scans them in vain."""
     gc.freeze()
     _thaw_at_exit()
 
@@ -20,9 +20,9 @@ def _thaw_at_exit() -> None:
 
 
 def _thaw() -> None:
-    """triton's bindings (nanobind) report, in some thirty lines, what the last collection did not free.
+    """Unfreeze where triton is loaded: its bindings (nanobind) print some thirty lines about objects left unfreed.
 
-    Without triton nobody does, and the last collection stays short: it takes about a second for all that was frozen.
+    Without triton, skip it: collecting everything that was frozen takes about a second.
     """
     if "triton" in sys.modules:
         gc.unfreeze()

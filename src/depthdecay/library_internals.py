@@ -1,8 +1,8 @@
 """The one module that touches private names of torch, inductor and transformers (and one of lm-eval's).
 
-Any release may drop one. So each is looked up when it is used, a missing one is an error that names it, and
-`tests/test_library_internals.py` holds each to what we need of it. None is optional: transformers 5.17 to 5.22 and
-torch 2.11 to 2.13 have them all. vLLM's are in `integrations/vllm/`, which runs with one version only.
+Any release may drop one. So each is looked up on use, a missing one raises an error that names it, and
+`tests/test_library_internals.py` tests each for what we need. None is optional: transformers 5.17 to 5.22 and
+torch 2.11 to 2.13 have them all. vLLM's are in `integrations/vllm/`, which supports specific versions only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from depthdecay.errors import MissingNameError
 
-PREFILL = "_prefill"  # the method of a model in which generate reads the prompt, in one piece or several
-COMPILED_PART = "_orig_mod"  # the name under which torch.compile keeps a module inside the one it puts around it
+PREFILL = "_prefill"  # the model method in which generate runs the prompt, whole or in chunks
+COMPILED_PART = "_orig_mod"  # where torch.compile's wrapper keeps the original module
 
 
 def unfit(library: str, what: str) -> MissingNameError:
-    """The error for a version of a library that depthdecay cannot run on, by what is different in it."""
+    """The error for a library version that depthdecay cannot run with; `what` says how it differs."""
     return MissingNameError(
         f"{library} {version(library)} {what}, but depthdecay relies on it; "
         f"install the version of {library} that constraints.txt names"
@@ -28,7 +28,7 @@ def unfit(library: str, what: str) -> MissingNameError:
 
 
 def required(owner: Any, name: str, library: str) -> Any:
-    """`owner.name`, or an error that says which version of which library has no such name."""
+    """`owner.name`, or an error that says which library version lacks it."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -41,7 +41,7 @@ def _imported(module: str, name: str, library: str) -> Any:
         owner = __import__(module, fromlist=[name])
     except ModuleNotFoundError as error:
         if not module.startswith(str(error.name)):
-            raise  # what is missing is something that the module needs
+            raise  # a dependency of the module is missing, not the module
         raise unfit(library, f"has no module {module}") from None
     return required(owner, name, library)
 
@@ -50,16 +50,16 @@ def _imported(module: str, name: str, library: str) -> Any:
 
 
 def attention_name(config: Any) -> str | None:
-    """Which attention a model with this configuration asks for: 'sdpa' is torch's."""
+    """The attention implementation that this configuration selects: 'sdpa' is torch's."""
     name: str | None = required(config, "_attn_implementation", "transformers")
     return name
 
 
 @contextlib.contextmanager
 def attention_named(config: Any, name: str) -> Iterator[None]:
-    """While open, a model with this configuration asks for the attention `name`.
+    """While open, this configuration selects the attention implementation `name`.
 
-    The public `set_attn_implementation` checks the name and changes other parts of the model for good.
+    The public `set_attn_implementation` validates the name and changes other parts of the model permanently.
     """
     before = required(config, "_attn_implementation_internal", "transformers")
     config._attn_implementation_internal = name
@@ -70,13 +70,13 @@ def attention_named(config: Any, name: str) -> Iterator[None]:
 
 
 def attention_function(name: str) -> Callable[..., Any] | None:
-    """What models run that ask for the attention `name`; None where nothing is registered under it."""
+    """The function registered for the attention implementation `name`, or None."""
     found: Callable[..., Any] | None = _attention_functions().get(name)
     return found
 
 
 def eager_attention(module: Any) -> Callable[..., Any]:
-    """What a module of a model runs that asks for the attention 'eager': each model's file has its own."""
+    """The function that a model's module runs for 'eager' attention; each modelling file has its own."""
     function: Callable[..., Any] = required(
         sys.modules[type(module).__module__], "eager_attention_forward", "transformers"
     )
@@ -85,7 +85,7 @@ def eager_attention(module: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def attention_registered(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While open, models that ask for the attention `name` run `function`. The public `register` is for good."""
+    """While open, models that select the attention `name` run `function`. The public `register` is permanent."""
     functions = _attention_functions()
     before = functions.get(name)
     functions[name] = function
@@ -109,15 +109,15 @@ def _attention_functions() -> dict[str, Callable[..., Any]]:
 
 
 def register_experts(name: str, function: Callable[..., Any]) -> None:
-    """Let models that ask for experts named so run them by `function`."""
+    """Register `function` as the experts implementation `name`."""
     _imported("transformers.integrations.moe", "ExpertsInterface", "transformers").register(name, function)
 
 
 @contextlib.contextmanager
 def experts_named(config: Any, name: str) -> Iterator[None]:
-    """While open, a model with this configuration asks for the experts `name`.
+    """While open, this configuration selects the experts implementation `name`.
 
-    As for attention, the public way to say so checks the name and changes other parts of the model.
+    As with attention, the public setter validates the name and changes other parts of the model.
     """
     before = required(config, "_experts_implementation_internal", "transformers")
     config._experts_implementation_internal = name
@@ -128,9 +128,9 @@ def experts_named(config: Any, name: str) -> Iterator[None]:
 
 
 def are_gated_experts(module: Any) -> bool:
-    """Whether a module holds experts that transformers can run in several ways, of the most common form.
+    """Whether a module holds experts of the most common form, which transformers can run in several ways.
 
-    A gate and an up matrix in one and a down matrix, each (experts, rows, columns), and nothing beside them.
+    That is a fused gate-and-up matrix and a down matrix, each (experts, rows, columns), and nothing else.
     """
     special = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
     plain = getattr(module, "has_gate", False) and not any(getattr(module, name, False) for name in special)
@@ -138,7 +138,7 @@ def are_gated_experts(module: Any) -> bool:
 
 
 def gated(experts: Any, products: Any) -> Any:
-    """What experts make of the products with their gate and up matrices, side by side."""
+    """The experts' gated activation, applied to the concatenated gate and up products."""
     return required(experts, "_apply_gate", "transformers")(products)
 
 
@@ -152,17 +152,17 @@ def method(model: Any, name: str) -> Callable[..., Any]:
 
 
 def completed_generation_config(model: Any, given: Any, **settings: Any) -> Any:
-    """The settings that generate would go by: those given, over the model's own, over transformers' defaults."""
+    """The settings generate would use: those given, then the model's own, then transformers' defaults."""
     config, _ = method(model, "_prepare_generation_config")(given, **settings)
     return config
 
 
 def logits_processors(model: Any, generation_config: Any, prompt_ids: Any, own: Sequence[Any] | None) -> Any:
-    """The processors that generate would run for these settings, then the caller's own: a `LogitsProcessorList`."""
+    """The logits processors generate would run for these settings, followed by the caller's own."""
     from transformers import LogitsProcessorList
 
     device = prompt_ids.device
-    # Writes the special tokens into the settings as tensors, where the processors look for them.
+    # Stores the special tokens in the settings as tensors, where the processors look for them.
     method(model, "_prepare_special_tokens")(generation_config, True, device=device)
     return method(model, "_get_logits_processor")(
         generation_config=generation_config,
@@ -175,12 +175,12 @@ def logits_processors(model: Any, generation_config: Any, prompt_ids: Any, own: 
 
 
 def takes_dynamic_cache(model: Any) -> bool:
-    """Whether generate would give the model a `DynamicCache`; others make a state of their own."""
+    """Whether generate would give the model a `DynamicCache`; other models create their own state."""
     return bool(method(model, "_supports_default_dynamic_cache")())
 
 
 def optimized_for_decoding(model: Any) -> contextlib.AbstractContextManager[None]:
-    """While open, experts run as generate lets them run for single tokens."""
+    """While open, experts run the way generate runs them for single tokens."""
     context: contextlib.AbstractContextManager[None] = method(model, "_optimize_model_for_decode")()
     return context
 
@@ -189,8 +189,8 @@ def optimized_for_decoding(model: Any) -> contextlib.AbstractContextManager[None
 
 
 def uncompiled(model: Any) -> Any:
-    """The module inside what torch.compile puts around it; any other as it is."""
-    # Where nobody has imported dynamo, nothing is compiled; to import it would take a second.
+    """The module inside torch.compile's wrapper; any other module unchanged."""
+    # If dynamo was never imported, nothing is compiled, and importing it takes a second.
     if "torch._dynamo" not in sys.modules:
         return model
     wrapper = _imported("torch._dynamo", "OptimizedModule", "torch")
@@ -198,20 +198,20 @@ def uncompiled(model: Any) -> Any:
 
 
 def forward_hooks(module: Any) -> tuple[int, int]:
-    """How many functions run before and after a module's forward because somebody has registered them."""
+    """How many hooks are registered to run before and after a module's forward."""
     before, after = (required(module, name, "torch") for name in ("_forward_pre_hooks", "_forward_hooks"))
     return len(before), len(after)
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the memory that cuBLAS keeps for each stream; only builds for CUDA have it."""
+    """Free cuBLAS's workspace of each stream; exists in CUDA builds only."""
     import torch
 
     required(required(torch, "_C", "torch"), "_cuda_clearCublasWorkspaces", "torch")()
 
 
 def vary_sizes(tensor: Any, dims: Sequence[int]) -> None:
-    """Let what is compiled for this tensor serve any size of these dimensions, from the first compilation on."""
+    """Mark these dimensions as dynamic, so that the first compilation already serves any size."""
     _imported("torch._dynamo", "maybe_mark_dynamic", "torch")(tensor, list(dims))
 
 
@@ -219,22 +219,22 @@ def vary_sizes(tensor: Any, dims: Sequence[int]) -> None:
 
 
 def graph_pass_class() -> Any:
-    """What a pass over a traced graph derives from: inductor caches nothing that other passes have changed."""
+    """The base class for a pass over a traced graph; inductor does not cache graphs changed by any other pass."""
     return _imported("torch._inductor.custom_graph_pass", "CustomGraphPass", "torch")
 
 
 def files_key(files: tuple[str, ...], extra: str) -> bytes:
-    """What tells inductor's cache that a pass has changed: a hash of the files it is written in, and of `extra`."""
+    """The pass's key in inductor's cache: a hash of its source files and of `extra`."""
     key: bytes = _imported("torch._inductor.custom_graph_pass", "get_hash_for_files", "torch")(files, extra=extra)
     return key
 
 
 @contextlib.contextmanager
 def kernel_waits(write: Callable[[Any, Any], None]) -> Iterator[None]:
-    """While open, `write(kernel, buffer)` puts the wait into a generated kernel that may start early.
+    """While open, `write(kernel, buffer)` inserts the wait into a generated kernel that may start early.
 
-    It is called ahead of each load and store, with the lines that the access will be among. The kernel's `GDC_WAIT` is
-    the line that waits; inductor keeps only the first in a kernel.
+    It is called before each load and store, with the buffer of lines that will contain the access. `GDC_WAIT` is the
+    line that waits; inductor keeps only the first one in a kernel.
     """
     kernel = _waiting_kernel()
     hook = "_handle_pdl_before_access"
@@ -252,7 +252,7 @@ def kernel_waits(write: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 def _waiting_kernel() -> Any:
-    """inductor's class of generated kernels, which takes long to import, with all that is asked of it."""
+    """inductor's class of generated kernels, checked for what we use; it is slow to import."""
     kernel = _imported("torch._inductor.codegen.triton", "TritonKernel", "torch")
     for name in ("_enable_pdl_codegen", "GDC_WAIT"):
         required(kernel, name, "torch")
@@ -263,5 +263,5 @@ def _waiting_kernel() -> Any:
 
 
 def lm_eval_command_line() -> Any:
-    """lm-eval's own command line, to parse words by and to run what they say."""
+    """lm-eval's own command line, which parses and runs arguments."""
     return _imported("lm_eval._cli", "HarnessCLI", "lm_eval")()

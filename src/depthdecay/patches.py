@@ -1,4 +1,4 @@
-"""Changes to what is not ours, for a while: set, used, and put back exactly as it was."""
+"""Temporary patches of other people's objects, restored exactly as they were."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def replaced_each(objects: Sequence[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Set an attribute on each object and afterwards leave their __dict__s exactly as they were."""
+    """Set an attribute on each object; afterwards restore their __dict__s exactly."""
     before = [obj.__dict__.get(name, _MISSING) for obj in objects]
     try:
         for obj, value in zip(objects, values, strict=True):
@@ -38,14 +38,14 @@ def _put_back(obj: Any, name: str, before: Any) -> None:
 
 
 class Patch:
-    """A function in the place of a method, that looks like it but refuses to be copied along with the model.
+    """A function that replaces a method and has its signature, but refuses to be copied along with the model.
 
-    A copied function would go on calling the original model, with the original's weights.
+    A copied function would still call the original model, with the original's weights.
     """
 
     def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
         self.function = function
-        self.__wrapped__ = original  # by which its signature is found: transformers reads what a forward accepts
+        self.__wrapped__ = original  # gives it the signature: transformers inspects what a forward accepts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -58,15 +58,15 @@ class Patch:
 
 
 def patched(obj: Any, name: str, function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Put a function in the place of a method for a while."""
+    """Temporarily replace a method with a function."""
     return replaced(obj, name, Patch(function, getattr(obj, name)))
 
 
 class SharedPatch:
-    """A change to what the whole process shares: made by the first who needs it, undone by the last.
+    """A process-wide patch: the first user applies it, the last one undoes it.
 
-    Two threads that each replaced and restored the name would put back each other's. So what is put in its place must
-    be right for everybody while it is there.
+    Two threads that each replaced and restored the name would restore each other's patch. The replacement must be
+    correct for every thread while it is in place.
     """
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager[None]]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts from files: one a line, as text or JSON, or the questions that a task makes of its own file."""
+"""Read prompts from files: one per line, as text or JSON, or the questions of a task's file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIELDS = ("messages", "prompt", "question", "text", "instruction", "turns")
 
 
 def prompts_for(prompts: Prompts, task: str | None = None) -> Callable[[Any], list[Any]]:
-    """The prompts, or the questions that a task makes of its file: read now, asked as a tokenizer's model reads."""
+    """The prompts, or a task's questions from its file: read now, formatted later for a given tokenizer."""
     if not isinstance(prompts, (str, os.PathLike)):
         if task is not None:
-            raise ArgumentError(f"prompts is a list; for task {task} expected the file of its questions", "prompts")
+            raise ArgumentError(f"prompts is a list; task {task} expects the file with its questions", "prompts")
         texts = as_batch(prompts)
     elif task is not None:
         return open_task(task, TaskOptions(data=os.fspath(prompts))).prompts_for
@@ -31,7 +31,7 @@ def prompts_for(prompts: Prompts, task: str | None = None) -> Callable[[Any], li
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Any]:
-    """Texts or conversations from a .jsonl file (one object a line) or a .txt file (one prompt a line)."""
+    """Texts or conversations from a .jsonl file (one object per line) or a .txt file (one prompt per line)."""
     try:
         lines = read_bytes(path, f"the prompts '{path}'").decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -43,7 +43,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Any]:
         if line.strip()
     ]
     if not prompts:
-        raise DepthDecayError(f"the file '{path}' holds no prompt")
+        raise DepthDecayError(f"the file '{path}' contains no prompts")
     return prompts
 
 
@@ -51,7 +51,7 @@ def _prompt_of(line: str, where: str) -> Any:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DepthDecayError(f"{where} is not JSON ({error}); expected one object a line") from None
+        raise DepthDecayError(f"{where} is not JSON ({error}); expected one object per line") from None
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
@@ -68,8 +68,8 @@ def _prompt_of(line: str, where: str) -> Any:
         if not good:
             raise DepthDecayError(f"{where}: messages must be a list of objects with role and content")
         return prompt
-    if name == "turns" and isinstance(prompt, list):  # MT-bench's questions: what the user says first
+    if name == "turns" and isinstance(prompt, list):  # MT-bench: the user's first turn
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DepthDecayError(f"{where}: {name} must be a text that is not empty")
+        raise DepthDecayError(f"{where}: {name} must be a non-empty string")
     return prompt

@@ -1,4 +1,4 @@
-"""Libraries that talk, kept quiet: their bars and their advice to programmers."""
+"""Silence other libraries' progress bars and warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_libraries(downloads: bool) -> Iterator[None]:
-    """Silence the libraries' bars and warnings for a while; a download keeps its bar in a terminal."""
+    """Silence progress bars and warnings while open; in a terminal, a download keeps its bar."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging

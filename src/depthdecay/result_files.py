@@ -1,4 +1,4 @@
-"""Result files: figures together with what they were measured on, so that every claim can be run again."""
+"""Result files: figures together with what they were measured on, so that every claim can be reproduced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "vl
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, commit and command. No host name and no path: they say nothing about the figures."""
+    """Machine, versions, commit and command. No host name or paths: they say nothing about the figures."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -47,11 +47,10 @@ def provenance() -> dict[str, Any]:
 
 
 def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
-    """Refuse a place that no result can be written to; asked before the measurement, which may take long.
+    """Reject a path that cannot be written to, before a measurement that may take long.
 
-    Below the current folder one missing folder is made, as for benchmarks/results/x.json; a longer or an absolute path
-    that is not there is taken for a slip. A file that is there stays as it is until it is replaced. None asks for no
-    file.
+    Below the current folder, one missing folder is created, as for benchmarks/results/x.json. A longer or absolute path
+    that does not exist counts as a typo. An existing file stays untouched until it is replaced. None means no file.
     """
     if path is None:
         return None
@@ -59,7 +58,7 @@ def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
     hint = "give a file in a folder that exists"
     try:
         if not target.name or target.is_dir():
-            raise DepthDecayError(f"cannot write the result to '{path}', which names no file; {hint}")
+            raise DepthDecayError(f"cannot write the result to '{path}', which is not a file name; {hint}")
         if target.is_symlink():
             target = target.resolve()  # the file is replaced, not the link
         if target.exists() and not target.is_file():
@@ -76,12 +75,12 @@ def require_writable(path: str | os.PathLike[str] | None) -> Path | None:
     except OSError as error:
         raise DepthDecayError(f"cannot write {path}: {error.strerror}; {hint}") from error
     except ValueError:  # a NUL byte, for one
-        raise DepthDecayError(f"cannot write {str(path)!r}: no file can have that name; {hint}") from None
+        raise DepthDecayError(f"cannot write {str(path)!r}: that is not a valid file name; {hint}") from None
     return target
 
 
 def write_result(path: str | os.PathLike[str] | None, figures: dict[str, Any]) -> None:
-    """Write figures with their provenance, where a file is wanted; half a file never takes the place of a whole one."""
+    """Write figures with their provenance, if a path is given. The write is atomic."""
     target = require_writable(path)
     if target is None:
         return
@@ -94,13 +93,13 @@ def write_result(path: str | os.PathLike[str] | None, figures: dict[str, Any]) -
 
 
 class Report(Protocol):
-    """What a bench or an evaluation gives."""
+    """The result of a benchmark or an evaluation."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 def write_report(path: str | os.PathLike[str] | None, report: Report) -> None:
-    """Write a report's figures, where a file is wanted; where that fails at the end, the error carries the report."""
+    """Write a report's figures, if a path is given. If that fails, the error carries the report."""
     try:
         write_result(path, report.to_dict())
     except DepthDecayError as error:
@@ -108,7 +107,7 @@ def write_report(path: str | os.PathLike[str] | None, report: Report) -> None:
 
 
 def _command() -> str:
-    """What was typed, without the folders of this machine: our own command, or the script that called the library."""
+    """The command line without local folders: our own command, or the script that called the library."""
     script = Path(sys.argv[0])
     is_ours = script.name == "depthdecay" or script.parts[-2:] == ("depthdecay", "__main__.py")
     program = ["depthdecay"] if is_ours else ["python", script.name]
@@ -123,7 +122,7 @@ def _without_folders(word: str) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source that runs; a copy without its history is told by DEPTHDECAY_COMMIT."""
+    """The commit of the running source; DEPTHDECAY_COMMIT sets it for a copy without git history."""
     if os.environ.get("DEPTHDECAY_COMMIT"):
         return os.environ["DEPTHDECAY_COMMIT"]
     try:

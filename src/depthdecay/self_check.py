@@ -1,4 +1,4 @@
-"""Is depth decay right on this very model? Equality with transformers' generate, and the model left as it was."""
+"""Check depth decay on a given model: output equals transformers' generate, and the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
 
 NEW_TOKENS = 24
-BITS_TOKENS = 96  # where windows are held against single steps: enough for several of each length
+BITS_TOKENS = 96  # for comparing windows with single steps: enough for several windows of each length
 _TEXTS = (
     "Why is the sky blue?",
     "Write one sentence about the sea, and one about the mountains behind it.",
@@ -51,14 +51,14 @@ def check(
     trust_remote_code: bool = False,
     progress: Callable[[CheckRow], None] | None = None,
 ) -> list[CheckRow]:
-    """Hold full depth, lossless mode and decay against transformers' own generate; a row for each thing checked.
+    """Compare full depth, lossless mode and decay with transformers' own generate; one row per check.
 
-    Of a GGUF file, the tokenizer is held against the file's own fields first.
+    For a GGUF file, the tokenizer is first compared with the file's own fields.
 
         assert all(row.passed for row in dd.check("smollm2-135m"))
 
-    Without a plan, one that drops a layer soon and several by the end. A model given by its name is loaded in float32,
-    unless `dtype` says otherwise: in 16 bits, tokens may differ by rounding alone. `progress` gets each row at once.
+    Without a plan, it uses one that drops a layer early and several by the end. A model given by name is loaded in
+    float32 by default: in 16 bits, tokens may differ by rounding alone. `progress` gets each row as it is known.
     """
     whole_number("new_tokens", new_tokens, 1)
     stored = DepthSettings.of(plan).stored()
@@ -69,7 +69,7 @@ def check(
     decoding = check_model(
         loaded.model, loaded.tokenizer, stored, new_tokens=new_tokens, allow_other_weights=allow_other_weights
     )
-    with guess_is_meant():  # it is about equality, not quality
+    with guess_is_meant():  # this checks equality, not quality
         for row in itertools.chain(check_gguf_tokenizer(loaded), decoding):
             rows.append(row)
             if progress is not None:
@@ -78,11 +78,11 @@ def check(
 
 
 class _Deliberate(Exception):
-    """Raised on purpose, to see that the model is restored after an error too."""
+    """Raised on purpose, to check that the model is restored after an error."""
 
 
 def default_plan(num_layers: int, new_tokens: int = NEW_TOKENS) -> Plan | None:
-    """A decay that drops a layer soon and several by the end; None where the model has no layer to spare."""
+    """A decay that drops a layer early and several by the end; None where the model has no layer to spare."""
     if num_layers < 2:
         return None
     core = min(2, (num_layers - 1) // 2)
@@ -93,7 +93,7 @@ def default_plan(num_layers: int, new_tokens: int = NEW_TOKENS) -> Plan | None:
 
 
 def check_prompts(model: Any, tokenizer: Any = None) -> list[list[int]]:
-    """Three prompts of unequal length: texts, or for a model without a tokenizer random token ids."""
+    """Three prompts of unequal length: texts, or random token ids for a model without a tokenizer."""
     if tokenizer is not None:
         from depthdecay.model.prompts import prompt_ids
 
@@ -104,9 +104,9 @@ def check_prompts(model: Any, tokenizer: Any = None) -> list[list[int]]:
 
 
 def check_gguf_tokenizer(loaded: LoadedModel) -> Iterator[CheckRow]:
-    """Hold the tokenizer of a model from a GGUF file against the file itself; nothing for other models.
+    """Compare the tokenizer of a model from a GGUF file with the file itself; yields nothing for other models.
 
-    The engine and transformers' generate are given the same tokens, so all else here is blind to wrong ones.
+    The engine and transformers' generate get the same tokens, so no other check here would notice wrong ones.
     """
     if loaded.origin is None or loaded.origin.gguf is None:
         return
@@ -128,10 +128,10 @@ def check_gguf_tokenizer(loaded: LoadedModel) -> Iterator[CheckRow]:
     yield _as_filed(
         "chat template is the file's",
         gguf_reference.template_differences(tokenizer, fields),
-        f"{len(fields.chat_template):,} characters" if fields.chat_template else "the file has none",
+        f"{len(fields.chat_template):,} characters" if fields.chat_template else "the file has no template",
     )
     differences, total = gguf_reference.text_differences(tokenizer, fields)
-    unnamed = "; the file names no pre-tokenizer, and GPT-2's was taken" if fields.names_no_split else ""
+    unnamed = "; the file names no pre-tokenizer, so GPT-2's is used" if fields.names_no_split else ""
     yield _as_filed("text is tokenized as the file says", differences, f"{total} tokens{unnamed}")
 
 
@@ -148,13 +148,13 @@ def check_model(
     new_tokens: int = NEW_TOKENS,
     allow_other_weights: bool = False,
 ) -> Iterator[CheckRow]:
-    """Yield a row for each thing checked, as soon as it is known. Greedy, on the model's device and in its dtype."""
+    """Yield one row per check, as soon as it is known. Greedy, on the model's device and in its dtype."""
     stack = LayerStack.of(model)
     plan = plan or default_plan(stack.num_layers, new_tokens)
     prompts = check_prompts(stack.model, tokenizer)
     engine = Engine(model, tokenizer, plan, compile=False, allow_other_weights=allow_other_weights)
     expected = [reference(model, prompt, new_tokens) for prompt in prompts]
-    # Taken behind the plain generate, which may set attributes of its own, and before anything of ours has run.
+    # Taken after the plain generate, which may set attributes of its own, and before any of our code runs.
     before = model_state(stack.model)
     hint = _rounding_hint(stack.model)
 
@@ -169,7 +169,7 @@ def check_model(
         yield _check_compiled(Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights), prompts)
 
     if plan is None:
-        yield CheckRow("decay", True, "skipped: a model of one layer has none to drop")
+        yield CheckRow("decay", True, "skipped: a model with one layer has none to drop")
     else:
         decayed = [engine.generate([prompt], new_tokens, do_sample=False)[0] for prompt in prompts]
         batch = engine.generate(prompts, new_tokens, do_sample=False)
@@ -201,7 +201,7 @@ def check_model(
 
 
 def _check_compiled(engine: Engine, prompts: list[list[int]]) -> CheckRow:
-    """Compiled layers, as answers run by default: where bits are said not to depend on windows, answers must not."""
+    """Compiled layers, which answers use by default: where they are reported exact, lossless must equal full depth."""
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     full, lossless = (
         [engine.generate([prompt], BITS_TOKENS, mode=mode, **settings)[0] for prompt in prompts]
@@ -215,7 +215,7 @@ def _check_compiled(engine: Engine, prompts: list[list[int]]) -> CheckRow:
 
 
 def reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """What transformers' own greedy generate answers."""
+    """The answer of transformers' own greedy generate."""
     ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():
         output = model.generate(
@@ -230,14 +230,14 @@ def _compare(name: str, got: list[list[int]], wanted: list[list[int]], hint: str
         if a != b:
             pairs = zip(a, b, strict=False)
             at = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-            return CheckRow(name, False, f"prompt {number} differs from token {at} on{hint}")
+            return CheckRow(name, False, f"prompt {number} diverges at token {at}{hint}")
     return CheckRow(name, True, f"{len(got)} prompts, {sum(map(len, got))} tokens")
 
 
 def _rounding_hint(model: Any) -> str:
     if model.dtype == torch.float32:
         return ""
-    return f"; in {str(model.dtype).removeprefix('torch.')} that may be a rounding tie, which float32 decides"
+    return f"; in {str(model.dtype).removeprefix('torch.')} this may be a near-tie, so check in float32"
 
 
 def _fail_on_purpose(
@@ -261,16 +261,16 @@ def _fail_on_purpose(
             attempt()
         except _Deliberate:
             continue
-        raise DepthDecayError("an error raised while decoding did not reach the caller")
+        raise DepthDecayError("an error raised during decoding did not reach the caller")
 
 
 def model_state(model: Any) -> dict[str, Any]:
-    """All that a wrapper could have left changed: attributes, methods, weights, configuration."""
+    """Everything a wrapper could have left changed: attributes, methods, weights, configuration."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = module.__dict__
         state[f"attributes of {name or 'the model'}"] = frozenset(own)
-        # Methods that hide the class's own; transformers, accelerate and PEFT put some there, which must stay.
+        # Methods that shadow the class's own. Transformers, accelerate and PEFT set some, which must stay.
         state[f"methods of {name or 'the model'}"] = {key: id(value) for key, value in own.items() if callable(value)}
         state[f"hooks of {name or 'the model'}"] = forward_hooks(module)
         state[f"training flag of {name or 'the model'}"] = module.training
@@ -289,8 +289,8 @@ def state_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 def _checksum(tensor: torch.Tensor) -> int:
     if tensor.device.type == "meta":
-        return 0  # offloaded: the weights are elsewhere
+        return 0  # offloaded
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    # Of the bits as whole numbers: a sum of floats depends on its order and is blind to NaN.
+    # Sum the bits as integers: a sum of floats depends on its order and misses NaN.
     flat = tensor.detach().contiguous().flatten()
     return int(flat.view(sizes[tensor.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -239,7 +239,7 @@ def test_bad_options_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "without --prompts" in refused("--out", "out", "--plan", "x.json", "--results", "ok.json")
     assert "'gone.json' cannot be read" in refused("--out", "out", "--results", "gone.json")
     assert "'gone.jsonl' cannot be read" in refused("--out", "out", "--prompts", "gone.jsonl")
-    assert "holds no prompt" in refused("--out", "out", "--prompts", "empty.jsonl")
+    assert "contains no prompts" in refused("--out", "out", "--prompts", "empty.jsonl")
     assert "there is no plan" in refused("--out", "out", "--prompts", "empty.jsonl", "--plan", "gone.json")
     assert "--limit" in refused("--out", "out", "--prompts", "empty.jsonl", "--limit", "0")
     assert "--max-new-tokens" in refused("--out", "out", "--prompts", "empty.jsonl", "--new-tokens", "1")
