@@ -1,4 +1,4 @@
-"""Every peer rule comes to the same layer budget, as nearly as whole depths allow."""
+"""Every baseline rule meets the same layer budget, as closely as whole depths allow."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_rules_meet_the_budget(rule, speedup):
     if rule == "full":
         assert achieved == 1
     else:
-        # Whole depths: half a layer of mean depth off at most.
+        # Whole depths: off by at most half a layer of mean depth.
         assert abs(28 / achieved - 28 / speedup) <= 0.5
     if rule in ("decay", "middle-out"):
         assert speedup <= achieved < speedup + 0.005

@@ -1,4 +1,4 @@
-"""The identity of a model: stable over dtypes, rounding and wrappers, different for other weights."""
+"""A model's identity is stable across dtypes, rounding and wrappers, and differs for other weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:
 
 
 def round_to_four_bits(model: torch.nn.Module) -> torch.nn.Module:
-    """Blocks of 32 with a scale each, as 4-bit formats keep them."""
+    """Blocks of 32 with a scale each, as in 4-bit formats."""
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in rounded.parameters():

@@ -1,4 +1,4 @@
-"""Ladders are nested, keep their core and refuse bad orders."""
+"""Ladders are nested, keep their core and reject bad orders."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Plans join schedule and ladder, know their model, and survive a round trip through files."""
+"""Plans combine a schedule and a ladder, know their model, and survive a round trip through files."""
 
 import json
 import logging
@@ -183,7 +183,7 @@ def test_bad_files_are_refused_on_one_line(content, expected, tmp_path):
 def test_missing_places_are_refused_without_asking_the_hub(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DepthDecayError, match=r"holds no plan\.json"):
+    with pytest.raises(DepthDecayError, match=r"contains no plan\.json"):
         Plan.load(tmp_path / "empty")
     for path in (tmp_path / "absent", "absent", "some/absent.json", "", "a/b/c", "x" * 5000):
         with pytest.raises(DepthDecayError) as caught:
@@ -193,13 +193,13 @@ def test_missing_places_are_refused_without_asking_the_hub(tmp_path, monkeypatch
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A Hub of one repository, owner/name, that can be cut off; what was asked of it, in order."""
+    """A Hub with one repository, owner/name, that can go offline; records its requests in order."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
     class NotThere(HfHubHTTPError):
         def __init__(self):
-            """Without the answer that the real one carries."""
+            """Without the response that the real error carries."""
 
     file = Plan.decay(12, 0.9).save(tmp_path / "hub")
     hub = types.SimpleNamespace(reachable=True, asked=[], fetched={})

@@ -1,4 +1,4 @@
-"""Schedules are exact, never rise, start at full depth and refuse bad values."""
+"""Schedules are exact, never rise, start at full depth and reject bad values."""
 
 import decimal
 import json
@@ -123,7 +123,7 @@ def test_every_schedule_keeps_the_contract(schedule, n):
 def test_slow_decay_is_exact_at_its_falls_without_walking_there(alpha):
     schedule = PowerSchedule(80, alpha, min_layers=70)
     for depth in range(79, 70, -1):
-        # Found by bisecting depth() itself, then judged by the logarithms at a precision of its own.
+        # Found by bisecting depth() itself, then checked with logarithms at a separate precision.
         low, high = 0, 10**45
         while high - low > 1:
             middle = (low + high) // 2
@@ -245,7 +245,7 @@ def test_solved_alpha_reaches_the_speedup_and_is_the_closest(num_layers, speedup
         return
     found = executed(alpha)
     assert found <= budget
-    # The next step of the finest grid that changes anything overshoots: nothing lies between.
+    # The next step of the finest grid that changes anything overshoots, so nothing is in between.
     low, high = int(alpha * 10**8), 10**8
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,1 +1,1 @@
-"""What a plan is: how deep each token goes, and through which layers. Nothing here imports torch."""
+"""Plans: how many layers each token runs through, and which. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""The peer rules by name, each built at the same layer budget, so that they can be compared."""
+"""Baseline rules by name, each built at the same layer budget so that they can be compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from depthdecay.plan.schedule import MAX_LAYERS
 
 @dataclass(frozen=True)
 class Budget:
-    """How many layers a rule may execute: those of full depth over `over_tokens` tokens, divided by the speed-up."""
+    """How many layers a rule may execute: full depth's over `over_tokens` tokens, divided by the speed-up."""
 
     num_layers: int
     speedup: Number
@@ -33,7 +33,7 @@ class Budget:
 
 
 def _closest(budget: Budget, lowest: int, plan_at: Callable[[int], Plan]) -> Plan:
-    """The plan whose depth, a whole number, comes nearest to the budget; of two equally near, the deeper."""
+    """The plan with the whole-number depth closest to the budget; on a tie, the deeper one."""
     executed = {
         depth: plan_at(depth).layers_executed(budget.over_tokens) for depth in range(budget.num_layers, lowest - 1, -1)
     }
@@ -60,7 +60,7 @@ def _shortgpt(budget: Budget) -> Plan:
     scores = budget.scores
     if scores is None or len(scores) != budget.num_layers:
         given = "none" if scores is None else len(scores)
-        raise DepthDecayError(f"the shortgpt rule needs {budget.num_layers} scores, one a layer; given: {given}")
+        raise DepthDecayError(f"the shortgpt rule needs {budget.num_layers} scores, one per layer; given: {given}")
     return _closest(budget, 1, lambda depth: Plan.shortgpt(scores, depth))
 
 
@@ -79,9 +79,9 @@ PEER_RULES: dict[str, Callable[[Budget], Plan]] = {
 def plan_for_budget(
     rule: str, num_layers: int, speedup: Number, over_tokens: int, scores: Sequence[float] | None = None
 ) -> Plan:
-    """The named rule at a layer speed-up over so many tokens; its notes say what was asked and what it reaches.
+    """The named rule at a layer speed-up over `over_tokens`; its notes record the requested and the actual speed-up.
 
-    Rules that go by whole depths come as near as they can, on either side; `full` stays at full depth.
+    Rules that use whole depths come as close as they can, on either side; `full` stays at full depth.
     """
     if rule not in PEER_RULES:
         raise DepthDecayError(f"there is no rule {rule!r}; expected one of {', '.join(PEER_RULES)}")

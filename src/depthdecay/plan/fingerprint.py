@@ -1,4 +1,4 @@
-"""A sample of a model's weights that survives rounding: the same places of the same few tensors in every copy."""
+"""A sample of a model's weights that survives rounding: fixed positions in a few fixed tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from depthdecay.library_internals import COMPILED_PART, uncompiled
 
 SAMPLES = 64
-# A Weyl sequence spreads over a tensor without a period; equal steps would fall into one column of a matrix whose row
-# length divides the step, and a column can be dead.
+# A Weyl sequence covers a tensor aperiodically. Equal steps would sample a single column wherever the row length
+# divides the step, and that column can be dead.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 _ADAPTER = re.compile(r"(^|\.)(lora_|ia3_|oft_|vera_|hada_|lokr_|prompt_encoder|modules_to_save)")
@@ -20,9 +20,9 @@ _MLP = re.compile(r"mlp|ffn|feed_forward|experts|moe|(^|\.)(fc|dense|w)_?\d")
 
 
 def weight_samples(model: Any) -> dict[str, list[float]]:
-    """64 numbers, four digits each, of the embedding and of the first, middle and last layer, by tensor name.
+    """64 values with four digits per tensor, from the embedding and the first, middle and last layer, by tensor name.
 
-    Packed tensors are left out, so a quantised copy has fewer of them, and none that would differ.
+    Packed tensors are skipped, so a quantized copy has fewer samples but none that would differ.
     """
     tensors = _named_tensors(model)
     samples = {name: sample_tensor(tensors[name]) for name in _chosen(sorted(tensors))}
@@ -30,7 +30,7 @@ def weight_samples(model: Any) -> dict[str, list[float]]:
 
 
 def base_model(model: Any) -> Any:
-    """The Hugging Face model inside what torch.compile or PEFT put around it."""
+    """The Hugging Face model inside the wrappers of torch.compile or PEFT."""
     model = uncompiled(model)
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
@@ -44,7 +44,7 @@ def _named_tensors(model: Any) -> dict[str, Any]:
 
 
 def _chosen(names: list[str]) -> list[str]:
-    """Picked by name alone, packed or not, so that every copy of a model picks the same."""
+    """Chosen by name alone, packed or not, so that every copy of a model chooses the same."""
     layers: dict[str, dict[int, list[str]]] = {}
     outside = []
     for name in names:
@@ -55,7 +55,7 @@ def _chosen(names: list[str]) -> list[str]:
             outside.append(name)
     chosen = [name for name in outside if name.endswith("weight")][:4]
     if layers:
-        # The decoder is the longest list: an image tower or a list of heads may stand beside it.
+        # The decoder is the longest list; there may also be an image tower or a list of heads.
         stack = max(layers.values(), key=len)
         indices = sorted(stack)
         for index in sorted({indices[0], indices[len(indices) // 2], indices[-1]}):
@@ -72,7 +72,7 @@ def sample_tensor(tensor: Any) -> list[float]:
     import torch
 
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
-    # An 8-bit float is a packed number too: its scale lies elsewhere.
+    # An 8-bit float counts as packed too: its scale is stored elsewhere.
     if not plain or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return []
     size = tensor.numel()

@@ -11,11 +11,10 @@ from depthdecay.argument_checks import whole_number
 from depthdecay.errors import DepthDecayError
 from depthdecay.plan.schedule import MAX_LAYERS
 
-# Four-bit absmax blocks of up to 128 keep the cosine of normally distributed weights above 0.99 and bf16 above
-# 0.99999, while another training run lies near 0. A light fine-tune of the same weights is within the quantisation
-# noise and counts as the same.
+# For normally distributed weights, 4-bit absmax blocks of up to 128 keep the cosine above 0.99 and bf16 above 0.99999,
+# while another training run is near 0. A light fine-tune is within the quantization noise and counts as the same.
 MIN_WEIGHT_COSINE = 0.97
-# Rounding to a few bits moves the length of a tensor by a few per cent; a rescaled tensor is another one.
+# Rounding to a few bits changes a tensor's norm by a few per cent; a rescaled tensor counts as different.
 MAX_NORM_RATIO = 1.25
 
 _FIELDS = ("architecture", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "name", "fingerprint")
@@ -23,7 +22,7 @@ _FIELDS = ("architecture", "num_layers", "hidden_size", "num_attention_heads", "
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The shape of a model and, where sampled, some of its weights by tensor name."""
+    """The shape of a model and, if sampled, some of its weights by tensor name."""
 
     architecture: str
     num_layers: int
@@ -40,11 +39,11 @@ class ModelIdentity:
         for size in ("hidden_size", "num_attention_heads", "vocab_size"):
             whole_number(f"the model's {size}", getattr(self, size), 1)
         if self.name is not None and not isinstance(self.name, str):
-            raise DepthDecayError(f"the model's name is {self.name!r}; expected a text")
+            raise DepthDecayError(f"the model's name is {self.name!r}; expected a string")
         if self.fingerprint is not None:
             if not _is_fingerprint(self.fingerprint):
                 raise DepthDecayError("the model's fingerprint must map tensor names to lists of finite numbers")
-            # Plain lists of floats, so that a plan equals itself after a round trip through JSON.
+            # Plain lists of floats, so that a plan survives a round trip through JSON unchanged.
             copied = {name: [float(value) for value in sample] for name, sample in self.fingerprint.items()}
             object.__setattr__(self, "fingerprint", copied)
 
@@ -56,7 +55,7 @@ class ModelIdentity:
         return f"{self.name} ({shape})" if self.name else shape
 
     def shape_differences(self, other: ModelIdentity) -> list[str]:
-        """What differs, own value first, a short sentence each; empty where the shapes agree."""
+        """The differences as short phrases, own value first; empty if the shapes agree."""
         pairs = (
             (f"{self.num_layers} layers", other.num_layers, self.num_layers),
             (f"architecture {self.architecture}", other.architecture, self.architecture),
@@ -67,7 +66,7 @@ class ModelIdentity:
         return [f"{own} against {theirs}" for own, theirs, mine in pairs if theirs != mine]
 
     def same_weights(self, other: ModelIdentity) -> bool | None:
-        """Whether every tensor sampled from both agrees up to rounding; None where nothing can be compared."""
+        """Whether every tensor sampled in both agrees up to rounding; None if nothing can be compared."""
         mine, theirs = self.fingerprint or {}, other.fingerprint or {}
         pairs = [(mine[name], theirs[name]) for name in mine.keys() & theirs.keys()]
         comparable = [(a, b) for a, b in pairs if len(a) == len(b) and a]
@@ -84,7 +83,7 @@ class ModelIdentity:
 
 
 def identity(model: Any, name: str | None = None) -> ModelIdentity:
-    """The identity of a Hugging Face model, also inside a PEFT adapter, quantised or compiled."""
+    """The identity of a Hugging Face model, also if wrapped in a PEFT adapter, quantized or compiled."""
     from depthdecay.plan.fingerprint import base_model, weight_samples
 
     inner = base_model(model)
@@ -93,7 +92,7 @@ def identity(model: Any, name: str | None = None) -> ModelIdentity:
 
 
 def config_identity(config: Any, architecture: str) -> ModelIdentity:
-    """The shape of a model by its configuration, without its weights."""
+    """The shape of a model from its configuration, without its weights."""
     return ModelIdentity(
         architecture=architecture,
         num_layers=config.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""Ladders: which layers run at which depth, as one drop order, so that the sets are nested by construction."""
+"""Ladders: which layers run at each depth, given as one drop order, so that the sets are nested by construction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ladder:
         order = tuple(whole_number("a layer in the drop order", layer, 0, num_layers - 1) for layer in self.drop_order)
         if len(set(order)) != len(order):
             twice = sorted({layer for layer in order if order.count(layer) > 1})
-            raise DepthDecayError(f"the drop order names layers twice: {', '.join(map(str, twice))}")
+            raise DepthDecayError(f"the drop order contains layers twice: {', '.join(map(str, twice))}")
         object.__setattr__(self, "num_layers", num_layers)
         object.__setattr__(self, "drop_order", order)
 
@@ -47,7 +47,7 @@ class Ladder:
 
     @property
     def is_guess(self) -> bool:
-        """Whether layers go from the middle outwards, as they do where nothing was measured."""
+        """Whether layers are dropped from the middle outwards, the default without calibration."""
         neighbours = len(runs_of(self.drop_order)) == 1
         return neighbours and self.drop_order == _middle_first(self.flex)
 
@@ -66,11 +66,11 @@ class Ladder:
 
     @functools.cached_property
     def _layers(self) -> dict[int, tuple[int, ...]]:
-        """Every depth that was asked for: a batch asks for all of its rows at every step."""
+        """Cached per depth, since a batch looks up every row at every step."""
         return {}
 
     def least_depth(self, layer: int) -> int:
-        """The least depth at which this layer still runs."""
+        """The smallest depth at which this layer still runs."""
         layer = whole_number("layer", layer, 0, self.num_layers - 1)
         if layer in self.drop_order:
             return self.num_layers - self.drop_order.index(layer)
@@ -87,32 +87,32 @@ class Ladder:
 
     @classmethod
     def middle_out(cls, num_layers: int, core_head: int = 2, core_tail: int = 2) -> Ladder:
-        """Drop from the middle outwards: the guess to start from where nothing has been measured."""
+        """Drop from the middle outwards: the initial guess without calibration."""
         flex = _flex_range(num_layers, core_head, core_tail)
         return cls(num_layers, _middle_first(flex))
 
     @classmethod
     def from_top(cls, num_layers: int, core_head: int = 1) -> Ladder:
-        """Drop the last layer first, as early exit does; it protects no layer near the output."""
+        """Drop the last layer first, as early exit does; no layer near the output is protected."""
         return cls(num_layers, tuple(reversed(_flex_range(num_layers, core_head, 0))))
 
     @classmethod
     def from_bottom(cls, num_layers: int, core_head: int = 1, core_tail: int = 1) -> Ladder:
-        """Drop upwards from behind the first `core_head` layers, as SkipDecode does with its warm-up layers."""
+        """Drop upwards, starting after the first `core_head` layers, as SkipDecode does after its warm-up layers."""
         return cls(num_layers, tuple(_flex_range(num_layers, core_head, core_tail)))
 
     @classmethod
     def evenly(cls, num_layers: int, depth: int) -> Ladder:
-        """At `depth`, keep evenly spread layers with the first and the last, as unified skipping does."""
+        """At `depth`, keep evenly spaced layers including the first and the last, as unified skipping does."""
         num_layers = whole_number("num_layers", num_layers, 2, MAX_LAYERS)
         gaps = whole_number("depth", depth, 2, num_layers) - 1
-        # Rounded to the nearest layer in whole numbers: floats could put two layers on one index.
+        # Rounded to the nearest layer in integer arithmetic: floats could map two layers to one index.
         kept = {(2 * step * (num_layers - 1) + gaps) // (2 * gaps) for step in range(gaps + 1)}
         return cls(num_layers, _middle_first([layer for layer in range(num_layers) if layer not in kept]))
 
     @classmethod
     def from_scores(cls, scores: Sequence[float], core_head: int = 0, core_tail: int = 0) -> Ladder:
-        """Drop the lowest score first, as ShortGPT does with each block's influence; ties go to the lower layer."""
+        """Drop the lowest score first, as ShortGPT does with block influence; on a tie, the lower layer first."""
         values = list(scores)
         for layer, score in enumerate(values):
             if isinstance(score, (bool, str)) or not _is_finite(score):
@@ -122,7 +122,7 @@ class Ladder:
 
 
 def runs_of(layers: Iterable[int]) -> list[tuple[int, int]]:
-    """Neighbouring layers as (first, behind the last), in the model's order."""
+    """Runs of neighbouring layers as (first, last + 1), in the model's order."""
     runs: list[tuple[int, int]] = []
     for layer in sorted(layers):
         if runs and runs[-1][1] == layer:
@@ -140,7 +140,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _middle_first(layers: Sequence[int]) -> tuple[int, ...]:
-    """Nearest to the middle first; of two equally near, the lower, since lower layers measure cheaper to drop."""
+    """Closest to the middle first; on a tie the lower layer, since lower layers proved cheaper to drop."""
     return tuple(sorted(layers, key=lambda layer: (abs(2 * layer - layers[0] - layers[-1]), layer)))
 
 

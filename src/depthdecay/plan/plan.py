@@ -1,4 +1,4 @@
-"""Plans: a schedule and a ladder for one model, which is what a user saves, ships and serves."""
+"""Plans: a schedule and a ladder, perhaps for one model. This is what a user saves, ships and serves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIELDS = ("rule", "schedule", "ladder", "model", "repairs", "notes")
 
 @dataclass(frozen=True)
 class Plan:
-    """How deep each generated token goes, and through which layers."""
+    """How many layers each generated token runs through, and which."""
 
     ladder: Ladder
     schedule: Schedule
@@ -42,14 +42,14 @@ class Plan:
     repairs: str | None = None
     draft_head: str | None = None
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
-    folder: Path | None = field(default=None, compare=False, repr=False)  # where a loaded plan's files lie
+    folder: Path | None = field(default=None, compare=False, repr=False)  # with a loaded plan's files
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or not self.rule:
             raise DepthDecayError(f"the plan's rule is {self.rule!r}; expected a name")
         if not isinstance(self.notes, dict):
             raise DepthDecayError(f"the plan's notes are {self.notes!r}; expected a mapping")
-        # Only a bare name: a plan from somebody else must not point at files outside its own folder.
+        # Only a bare name: a plan from someone else must not refer to files outside its own folder.
         for what, name in (("repairs are", self.repairs), ("draft head is", self.draft_head)):
             if name is not None and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):
                 raise DepthDecayError(f"the plan's {what} {name!r}; expected a file name beside the plan")
@@ -63,7 +63,7 @@ class Plan:
                 f"{self.ladder.min_layers} core layers of {self.num_layers}"
             )
         if self.model is not None and self.model.num_layers != self.num_layers:
-            raise PlanMismatchError(f"the plan is for {self.num_layers} layers and its model is {self.model}")
+            raise PlanMismatchError(f"the plan is for {self.num_layers} layers, but its model is {self.model}")
 
     @property
     def num_layers(self) -> int:
@@ -93,11 +93,11 @@ class Plan:
         return self.schedule.layers_executed(n)
 
     def layer_speedup(self, n: int) -> float:
-        """Layers at full depth over layers executed, for the first n tokens."""
+        """Layers at full depth divided by layers executed, over the first n tokens."""
         return self.num_layers * whole_number("number of tokens", n, 1) / self.layers_executed(n)
 
     def last_token_of_layer(self, layer: int, n: int) -> int:
-        """How many of the first n generated tokens run this layer: nested and never rising, they come first."""
+        """How many of the first n generated tokens run this layer. They come first, since depth never rises."""
         return self.schedule.tokens_at_least(self.ladder.least_depth(layer), n)
 
     def describe(self) -> str:
@@ -120,7 +120,7 @@ class Plan:
         return replace(self, model=identity)
 
     def check_model(self, identity: ModelIdentity, allow_other_weights: bool = False) -> str | None:
-        """Refuse a model of another shape; return a warning where the shape fits but the weights are others."""
+        """Reject a model of another shape; return a warning if the shape fits but the weights differ."""
         if self.model is None:
             if identity.num_layers != self.num_layers:
                 raise PlanMismatchError(f"the plan is for {self.num_layers} layers, but the model is {identity}")
@@ -155,9 +155,9 @@ class Plan:
         drop_order: Sequence[int] | None = None,
         horizon: int | None = None,
     ) -> Plan:
-        """The paper's rule, for a model or a number of layers: by guess, unless a drop order was measured.
+        """The paper's rule, for a model or a number of layers. Without a measured drop order, it is a guess.
 
-        A drop order names the flex layers itself; `core_head` and `core_tail` then do nothing.
+        A drop order defines the flex layers itself; `core_head` and `core_tail` are then ignored.
         """
         num_layers = layer_count(model)
         ladder = _ladder(num_layers, core_head, core_tail, drop_order)
@@ -177,10 +177,10 @@ class Plan:
         core_tail: int = 2,
         drop_order: Sequence[int] | None = None,
     ) -> Plan:
-        """The slowest decay with at least this layer speed-up over so many tokens; the last depth is held beyond.
+        """The slowest decay with at least this layer speed-up over `over_tokens`; then the last depth is held.
 
-        For a model or a number of layers; by guess, unless a drop order was measured. `Engine.from_pretrained(name,
-        speedup=…)` takes a calibrated plan where there is one.
+        For a model or a number of layers. Without a measured drop order, it is a guess. `Engine.from_pretrained(name,
+        speedup=…)` uses a calibrated plan where there is one.
         """
         num_layers = layer_count(model)
         ladder = _ladder(num_layers, core_head, core_tail, drop_order)
@@ -202,13 +202,13 @@ class Plan:
         core_tail: int = 2,
         drop_order: Sequence[int] | None = None,
     ) -> Plan:
-        """One depth for every token, from the middle outwards or in the given order."""
+        """One depth for every token; layers are dropped from the middle outwards or in the given order."""
         ladder = _ladder(num_layers, core_head, core_tail, drop_order)
         return cls(ladder, ConstantSchedule(num_layers, depth), "constant")
 
     @classmethod
     def unified(cls, num_layers: int, depth: int) -> Plan:
-        """Unified skipping: one depth for every token, with evenly spread layers."""
+        """Unified skipping: one depth for every token, with evenly spaced layers."""
         return cls(Ladder.evenly(num_layers, depth), ConstantSchedule(num_layers, depth), "unified")
 
     @classmethod
@@ -227,14 +227,14 @@ class Plan:
         core_head: int = 1,
         core_tail: int = 1,
     ) -> Plan:
-        """SkipDecode: linear decay that drops from the bottom upwards, behind `core_head` warm-up layers."""
+        """SkipDecode: linear decay that drops from the bottom upwards, after `core_head` warm-up layers."""
         ladder = Ladder.from_bottom(num_layers, core_head, core_tail)
         start = num_layers if start_depth is None else start_depth
         return cls(ladder, LinearSchedule(num_layers, start, end_depth, over_tokens), "skipdecode")
 
     @classmethod
     def shortgpt(cls, scores: Sequence[float], depth: int) -> Plan:
-        """ShortGPT: one depth for every token, without the blocks of least influence."""
+        """ShortGPT: one depth for every token, without the least influential blocks."""
         ladder = Ladder.from_scores(scores)
         return cls(ladder, ConstantSchedule(ladder.num_layers, depth), "shortgpt")
 
@@ -297,8 +297,8 @@ class Plan:
 
 
 def layer_count(model: Any) -> int:
-    """How many decoder layers a model has, in whichever form it was given; a number of them as it is."""
-    model = getattr(model, "stack", model)  # an engine's
+    """How many decoder layers a model, engine or loaded model has; a number is returned unchanged."""
+    model = getattr(model, "stack", model)  # of an engine
     if hasattr(model, "num_layers"):
         return int(model.num_layers)
     network = model if hasattr(model, "config") else getattr(model, "model", None)  # of a loaded model

@@ -1,4 +1,4 @@
-"""Schedules: how many layers produce generated token i, exactly, in pure Python."""
+"""Schedules: how many layers produce generated token i, computed exactly in pure Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from depthdecay.argument_checks import Number, exact_decimal, whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 
-# Far above any real model; it keeps a damaged plan file from asking for a table that fills the memory.
+# Far above any real model; it keeps a damaged plan file from requesting a table that fills the memory.
 MAX_LAYERS = 10_000
 
 
@@ -28,7 +28,7 @@ def exact_alpha(value: object) -> Decimal:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The contract: token index -> depth. Token 0 comes from the prompt's own full pass, and depth never rises."""
+    """Maps a token index to a depth. Token 0 comes from the prompt's full-depth pass, and depth never rises."""
 
     kind: ClassVar[str] = ""
     num_layers: int
@@ -54,15 +54,15 @@ class Schedule:
         object.__setattr__(self, name, value)
 
     def _check(self) -> None:
-        """Reject bad values; the number of layers is already checked."""
+        """Reject bad values; num_layers is already checked."""
 
     def _falls(self) -> Iterator[tuple[int, int]]:
-        """(first token index, depth) for each lower depth, in order, from token 1 on."""
+        """(first token index, depth) for each drop in depth, in order, from token 1 on."""
         return iter(())
 
     @property
     def final_depth(self) -> int:
-        """The depth that is held for ever at the end."""
+        """The last depth, held from there on."""
         return self._depths[-1]
 
     def depth(self, i: int) -> int:
@@ -106,10 +106,10 @@ def _ln(number: Decimal, digits: int) -> Decimal:
 
 
 def _first_exponent_below(num_layers: int, alpha: Decimal, bound: int) -> int:
-    """The smallest e with num_layers * alpha**e < bound <= num_layers, for alpha < 1, without walking there."""
+    """The smallest e with num_layers * alpha**e < bound <= num_layers, for alpha < 1, in closed form."""
     places = -int(alpha.as_tuple().exponent)
-    # The crossing lies at most about 10**places * ln(num_layers) tokens away: the digits before and behind the
-    # point of `crossing` both need room. Precision doubles in the rare case that it still cannot decide.
+    # The crossing is at most about 10**places * ln(num_layers) tokens away, so `crossing` needs digits on both sides
+    # of the point. Precision doubles in the rare case that this is not enough to decide.
     digits = 40 + 2 * places
     while True:
         context = decimal.Context(prec=digits)
@@ -119,8 +119,8 @@ def _first_exponent_below(num_layers: int, alpha: Decimal, bound: int) -> int:
         gap = context.subtract(crossing, nearest)
         if gap and gap.adjusted() > 20 + places - digits:
             return int(crossing) + 1
-        # num_layers * (p/q)**e is a whole number only where q**e divides num_layers, so a crossing that is exactly
-        # whole is tiny and exact arithmetic decides it; any other one is not whole, and more digits decide it.
+        # num_layers * (p/q)**e is whole only if q**e divides num_layers. So a crossing that is exactly whole is small,
+        # and exact arithmetic decides it; any other crossing is not whole, and more digits decide it.
         if nearest <= num_layers.bit_length():
             exponent = int(nearest)
             return exponent if num_layers * Fraction(alpha) ** exponent < bound else exponent + 1
@@ -156,7 +156,7 @@ class PowerSchedule(Schedule):
 
 @dataclass(frozen=True)
 class LinearSchedule(Schedule):
-    """SkipDecode's rule: a straight line from `start_depth` to `end_depth`, which token `over_tokens` - 1 reaches."""
+    """SkipDecode's rule: a straight line from `start_depth` to `end_depth`, reached at token `over_tokens` - 1."""
 
     kind: ClassVar[str] = "linear"
     start_depth: int
@@ -172,7 +172,7 @@ class LinearSchedule(Schedule):
         yield 1, self.start_depth
         drop, steps = self.start_depth - self.end_depth, self.over_tokens - 1
         for fallen in range(drop):
-            # The line is rounded down, as the power rule is: a depth is left as soon as the line falls below it.
+            # Rounded down, as in the power rule: a depth ends as soon as the line falls below it.
             yield max(1, fallen * steps // drop + 1), self.start_depth - fallen - 1
 
 
@@ -203,7 +203,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def schedule_from_dict(values: Mapping[str, Any]) -> Schedule:
-    """The schedule that `to_dict` described."""
+    """The inverse of `to_dict`."""
     if not isinstance(values, Mapping):
         raise DepthDecayError(f"a schedule is a mapping with a kind, not {reprlib.repr(values)}")
     kind = values.get("kind")
@@ -220,7 +220,7 @@ def schedule_from_dict(values: Mapping[str, Any]) -> Schedule:
 
 
 def solve_alpha(num_layers: int, speedup: Number, over_tokens: int, warmup_tokens: int, min_layers: int) -> Decimal:
-    """The slowest decay that reaches the layer speed-up over so many tokens, in as few digits as give its depths."""
+    """The slowest decay that reaches the layer speed-up over `over_tokens`, in the fewest digits with those depths."""
     wanted = exact_decimal("speedup", speedup)
     if wanted < 1:
         raise ArgumentError(f"speedup is {speedup}; expected a number of at least 1", "speedup")
@@ -228,7 +228,7 @@ def solve_alpha(num_layers: int, speedup: Number, over_tokens: int, warmup_token
     over_tokens = whole_number("over_tokens", over_tokens, 1)
     full = num_layers * over_tokens
     budget = full / Fraction(wanted)
-    # Eight places place every fall of a text of some hundred thousand tokens; longer ones need more.
+    # Eight decimal places resolve every drop in a text of some hundred thousand tokens; longer texts need more.
     places = max(8, len(str(over_tokens)) + 3)
 
     def executed(units: int, places: int) -> int:
@@ -237,13 +237,13 @@ def solve_alpha(num_layers: int, speedup: Number, over_tokens: int, warmup_token
 
     fewest = executed(1, places)
     if fewest > budget:
-        # Rounded down, so that the figure named here can itself be asked for.
+        # Rounded down, so that the figure in the message can itself be requested.
         reachable = full * 1000 // fewest / 1000
         raise DepthDecayError(
             f"a speed-up of {speedup} over {over_tokens} tokens cannot be reached where {min_layers} of {num_layers} "
             f"layers always run and {warmup_tokens} tokens are warm-up; the largest reachable is {reachable}"
         )
-    # Depths never fall as alpha grows, so neither does their sum, and equal sums mean equal tables.
+    # Depths never decrease as alpha grows, so neither does their sum, and equal sums mean equal tables.
     low, high = 1, 10**places + 1
     while high - low > 1:
         middle = (low + high) // 2

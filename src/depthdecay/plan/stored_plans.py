@@ -1,4 +1,4 @@
-"""Plans that are there already: shipped for a model, and beside another plan, at other speeds or to draft with."""
+"""Existing plans: shipped with the package, or stored next to another plan for other speed-ups or for drafting."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 from depthdecay.plan.file import PLAN_FILE, SHIPPED_PLANS
 from depthdecay.plan.plan import Plan
 
-LOSSLESS_FOLDER = "lossless"  # beside a calibrated plan: one to draft with
+LOSSLESS_FOLDER = "lossless"  # next to a calibrated plan: the plan for drafting
 
 
 def shipped_plan(model: str) -> Plan | None:
-    """The calibrated plan that the package carries for a model of this name."""
+    """The calibrated plan shipped with the package for a model of this name."""
     folder = SHIPPED_PLANS / model
     return Plan.load(folder) if Path(model).name == model and (folder / PLAN_FILE).is_file() else None
 
 
 def stored_plan(plan: Plan, speedup: float) -> Plan:
-    """The plan that was calibrated for this speed-up and lies beside the given one, else the given one."""
+    """The plan calibrated for this speed-up, stored next to the given one; otherwise the given one."""
     return _beside(plan, f"speedup-{speedup:g}")
 
 
 def drafter_of(plan: Plan) -> Plan:
-    """The plan that was calibrated to draft with and lies beside the given one, else the given one."""
+    """The plan calibrated for drafting, stored next to the given one; otherwise the given one."""
     return _beside(plan, LOSSLESS_FOLDER)
 
 
