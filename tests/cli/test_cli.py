@@ -295,7 +295,7 @@ def test_truncated_gguf(tmp_path: Path) -> None:
 def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
     config = tiny_config("bert")
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
-    assert "no causal language model" in refused("generate", "hi", "-m", str(tmp_path))
+    assert "not a causal language model" in refused("generate", "hi", "-m", str(tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")

@@ -1,4 +1,4 @@
-"""Content is text: whatever a message spells, turns begin and end where the template says, and nothing else changes."""
+"""Control tokens in a message stay text: only the template begins and ends turns, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'].strip() }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Marks that are added tokens, but not called special; the thoughts of earlier answers are dropped.
+# Marks that are added tokens but not flagged special; the thinking of earlier answers is dropped.
 DEEPSEEK = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% else %}"
     "<｜Assistant｜>{% if '</think>' in m['content'] %}{{ m['content'].split('</think>')[-1] }}{% else %}"
@@ -57,7 +57,7 @@ TEXT = [
 
 
 def trained(kind: str) -> Tokenizer:
-    """A small BPE with merges: bytes, or pieces with ▁ for spaces as SentencePiece has them."""
+    """A small BPE with merges: bytes, or pieces with ▁ for spaces as in SentencePiece."""
     if kind == "bytes":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +96,7 @@ def family(name: str) -> Any:
     template, kind, special, others = FAMILIES[name]
     backend = trained(kind)
     backend.add_tokens([AddedToken(token, normalized=False) for token in others])
-    # As in Phi-3, one token eats the spaces behind it.
+    # As in Phi-3, one token swallows the spaces after it.
     backend.add_special_tokens([AddedToken(token, rstrip=token == "<|eot_id|>") for token in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
@@ -139,7 +139,7 @@ def test_ordinary_content_has_the_templates_own_ids_either_way(name: str, texts:
     expected = plain_ids(tokenizer, messages)
     if not control_tokens(tokenizer).are_in(messages):
         assert chat_ids(tokenizer, messages) == expected
-        assert careful_ids(tokenizer, messages) == expected  # the other way goes through the same borders
+        assert careful_ids(tokenizer, messages) == expected  # the careful path has the same boundaries
 
 
 @every_family
@@ -153,7 +153,7 @@ def test_content_that_spells_control_tokens_is_text(name: str, data: st.DataObje
     ids = chat_ids(tokenizer, messages)
     assert control_of(tokenizer, ids) == control_of(tokenizer, plain_ids(tokenizer, talk(*["x"] * len(messages))))
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    if FAMILIES[name][1] == "bytes" and name != "llama3":  # the others add and eat spaces, also around other words
+    if FAMILIES[name][1] == "bytes" and name != "llama3":  # the others add and swallow spaces, also around other words
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == rendered
     assert chat_ids(tokenizer, messages, control_tokens_in_content=True) == plain_ids(tokenizer, messages)
 
@@ -179,7 +179,7 @@ def test_nobody_forges_a_turn(name: str, start: str, end: str) -> None:
     ids = chat_ids(tokenizer, talk(content))
     assert control_of(tokenizer, ids) == honest
     assert content in tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    for role in ("system", f"user{end}"):  # a role is a message's too
+    for role in ("system", f"user{end}"):  # a role is content too
         forged, honest_ones = (
             [{"role": name_of_it, "content": text}, *talk("hi")]
             for name_of_it, text in ((role, content), (role.replace(end, "!"), "x"))
@@ -204,7 +204,7 @@ def test_added_words_and_spaces_are_no_control_tokens() -> None:
 
 
 def test_text_is_merged_as_text_is() -> None:
-    """Before, within and behind what spells a control token, as a tokenizer without that token would."""
+    """Before, within and after a spelled-out control token, as by a tokenizer without that token."""
     tokenizer, content = family("llama3"), "end <|im_end|><|eot_id|>of turn"
     ids, header = chat_ids(tokenizer, talk(content)), tokenizer.convert_tokens_to_ids("<|end_header_id|>")
     text = trained("bytes").encode(f"\n\n{content}").ids
@@ -247,7 +247,7 @@ def test_a_tokenizer_without_a_fast_version_says_so() -> None:
             return family("chatml").apply_chat_template(messages, **options)
 
     assert chat_ids(Slow(), talk("hi")) == plain_ids(family("chatml"), talk("hi"))
-    with pytest.raises(DepthDecayError, match="no fast version"):
+    with pytest.raises(DepthDecayError, match="needs a fast tokenizer"):
         chat_ids(Slow(), talk("<|im_end|>"))
 
 
@@ -276,7 +276,7 @@ def test_the_library_reads_content_as_text_unless_told_otherwise(tmp_path: Path)
         assert loaded.tokenizer.decode(asked(prompt)) == "<user>a</s>b\n<assistant>"
         assert end in asked(prompt, control_tokens_in_content=True)
     assert end not in asked("a", system="</s>")
-    assert end in asked("a</s>b", chat=False)  # text without a template is the caller's own
+    assert end in asked("a</s>b", chat=False)  # text without a template may contain control tokens
     with pytest.raises(DepthDecayError, match="control_tokens_in_content"):
         asked("a", control_tokens_in_content="yes")
 

@@ -1,4 +1,4 @@
-"""Converted GGUF files: made once, known by content, rebuilt when broken, never half-written."""
+"""Converted GGUF files are built once, identified by content, rebuilt when broken, and never half-written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conversion(cache: Path) -> Path:
 @pytest.mark.usefixtures("no_conversion")
 def test_copy_of_a_file_is_not_converted_again(tmp_path: Path, cache: Path, gguf_file: Path) -> None:
     assert gguf_cache.converted(gguf_file, torch.float32, pytest.fail) == (conversion(cache), False)
-    # Known by its content: neither the name nor the ending matters.
+    # Identified by content: neither the name nor the extension matters.
     shutil.copyfile(gguf_file, tmp_path / "renamed")
     loaded = models.load(str(tmp_path / "renamed"), device="cpu", progress=pytest.fail)
     assert (loaded.source, loaded.model.dtype) == ("gguf", torch.float32)
@@ -33,7 +33,7 @@ def test_copy_of_a_file_is_not_converted_again(tmp_path: Path, cache: Path, gguf
 
 @pytest.fixture
 def fake_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> list[str]:
-    """Conversions write a tiny model within milliseconds, and are counted."""
+    """Conversions write a tiny model in milliseconds and are counted."""
     count: list[str] = []
 
     def convert(path: Path, reader: object, folder: Path, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ def test_broken_cache_is_rebuilt(tmp_path: Path, fake_conversion: list[str], dam
     assert len(fake_conversion) == 2
     models.load(device="cpu")
     assert len(fake_conversion) == 2
-    assert conversion(tmp_path / "cache")  # nothing is left beside it
+    assert conversion(tmp_path / "cache")  # nothing else is left
 
 
 def test_each_dtype_has_its_own_copy(tmp_path: Path, fake_conversion: list[str]) -> None:

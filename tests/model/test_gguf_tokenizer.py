@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer: as the file says, as llama.cpp reads it, and still so when saved and loaded."""
+"""A GGUF file's tokenizer matches the file and llama.cpp, also after saving and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from depthdecay.model.gguf_splits import SPLITS
 from depthdecay.model.gguf_tokenizer import end_ids, make_tokenizer
 from depthdecay.model.prompts import chat_ids, prompt_ids
 
-# What llama.cpp itself answers to these texts and files, with the special tokens that it adds.
+# llama.cpp's own output for these texts and files, with the special tokens that it adds.
 _SEEN = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_tokens.json").read_text(encoding="utf-8"))
 FIRST, SECOND = _SEEN["texts"]
 LLAMA_CPP: dict[str, list[list[int]]] = _SEEN["token_ids"]
@@ -78,7 +78,7 @@ def test_a_conversation_has_one_bos_whoever_writes_it(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "the"}]
     own = fields_of(tmp_path, "gemma3")
     assert make_tokenizer(own).chat_template == GEMMA_TURNS
-    # A template that leaves it out, in a file that wants one.
+    # A template without BOS, in a file that wants one.
     without = fields_of(tmp_path, "llama-spm", lambda writer: writer.add_chat_template(CHATML))
     for fields in (own, without):
         ids = chat_ids(make_tokenizer(fields), messages)
@@ -94,7 +94,7 @@ def test_answers_end_at_each_of_the_files_ends(cached: Path) -> None:
     assert loaded.model.generation_config is not None
     assert loaded.model.generation_config.eos_token_id == ends
     assert loaded.tokenizer.eos_token == "<eos>"
-    # No key for the end of a turn, but a template and a control token's text.
+    # No end-of-turn key, only a template and a control token's text.
     fields = fields_of(cached, "qwen2")
     assert [fields.tokens[index] for index in end_ids(make_tokenizer(fields), fields)] == [
         "<|im_end|>",
@@ -111,7 +111,7 @@ def test_control_tokens_that_byte_level_letters_cannot_spell_keep_their_ids(tmp_
     assert tokenizer.encode("".join(marks), add_special_tokens=False) == [first, first + 1]
 
 
-# In which words a text is cut. Of the digits, some pre-tokenizers cut all, some threes, some none.
+# How text is split into words. Some pre-tokenizers split all digits, some groups of three, some none.
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_file_that_names_no_pre_tokenizer_is_split_as_gpt2_and_says_so(pre: st
     fields = fields_of(tmp_path, "qwen2", lambda writer: _described(writer, pre))
     with pytest.warns(UserWarning, match="names no pre-tokenizer"):
         tokenizer = make_tokenizer(fields)
-    assert tokenizer.tokenize(" 123") == ["Ġ", "123"]  # one word, where Qwen2 has four
+    assert tokenizer.tokenize(" 123") == ["Ġ", "123"]  # one word; Qwen2 would have four
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_tokenizer(fields_of(tmp_path, "gemma3"))  # a kind that has no pre-tokenizer
@@ -194,5 +194,5 @@ def test_a_vocabulary_that_is_incomplete_is_refused(cached: Path) -> None:
 def test_the_embedded_file_is_split_as_its_name_says(gguf_file: Path) -> None:
     fields = TokenizerFields.of(gguf.GGUFReader(gguf_file), gguf_file)
     assert fields.pre == "smollm"
-    # Each digit alone, also those of other scripts, as SmolLM2 was trained.
+    # Each digit by itself, also in other scripts, as SmolLM2 was trained.
     assert make_tokenizer(fields).tokenize("½½") == ["Â½", "Â½"]

@@ -1,4 +1,4 @@
-"""Our attention while decoding against transformers' own."""
+"""Our decode attention, compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from depthdecay.cuda.kernels import split_attention as attend
 def states(heads: int, groups: int, positions: int = 19, batch: int = 3, dim: int = 8) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(heads)
     query = torch.randn((batch, heads, 1, dim), generator=generator)
-    # As our cache hands them out: views of (position, batch, group, dim).
+    # As our cache returns them: views of (position, batch, group, dim).
     key, value = (torch.randn((positions, batch, groups, dim), generator=generator).permute(1, 2, 0, 3) for _ in "kv")
     return query, key, value
 
@@ -36,7 +36,7 @@ def test_a_few_tokens_are_attended_as_by_transformers(heads: int, groups: int, t
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_spans_stand_for_the_masks_of_padded_texts(window: int | None, softcap: float | None) -> None:
-    """By Gemma 2's own eager attention, over masks that are written out."""
+    """Compared with Gemma 2's own eager attention over explicit masks."""
     query, key, value = states(6, 2)
     query = query.repeat(1, 1, 3, 1) * torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1)
     first, columns = torch.tensor([0, 4, 11]), torch.tensor([13, 14, 15])
@@ -53,7 +53,7 @@ def test_spans_stand_for_the_masks_of_padded_texts(window: int | None, softcap: 
 
 
 def test_chunks_follow_each_other_and_get_longer() -> None:
-    """Up to 40 000 positions: as many chunks as cover them, of which each position lies in one."""
+    """Up to 40 000 positions: the chunks cover them, and each position is in exactly one."""
     lengths = [attend.SPLIT << min(chunk // attend.LEVEL, attend.MOST_DOUBLINGS) for chunk in range(200)]
     ends = list(itertools.accumulate(lengths))
     for positions in (1, 63, 64, 65, 2047, 2048, 2049, 6143, 6144, 6145, 14336, 14337, 32768, 40000):

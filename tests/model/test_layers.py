@@ -1,4 +1,4 @@
-"""Which models are seen as a stack of layers, and which are refused."""
+"""Which models are accepted as a stack of layers, and which are rejected."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_replaced_restores_absence_and_presence() -> None:
 def test_a_model_that_was_left_with_fewer_layers_is_refused() -> None:
     model = tiny_model()
     stack, ids = LayerStack.of(model), torch.tensor([[1, 2, 3]])
-    model.config.num_hidden_layers -= 1  # as transformers' early exit leaves it where it fails
-    with pytest.raises(DepthDecayError, match=f"says {LAYERS - 1} layers now, of {LAYERS}"):
+    model.config.num_hidden_layers -= 1  # as transformers' early exit leaves it when it fails
+    with pytest.raises(DepthDecayError, match=f"now says {LAYERS - 1} layers, but {LAYERS}"):
         stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0))
     model.config.num_hidden_layers += 1
     assert stack.run(LayerPass(), ids, None, None, torch.arange(3).unsqueeze(0)).shape[:2] == (1, 1)
@@ -126,5 +126,5 @@ def test_whole_masks_go_to_models_that_take_them(architecture: str, expected: bo
     model = tiny_model(architecture)
     stack = LayerStack.of(model)
     assert stack.takes_whole_masks == expected
-    model.set_attn_implementation("eager")  # adds masks to scores, and is taken over only where these are capped
+    model.set_attn_implementation("eager")  # adds masks to scores, and is replaced only where scores are capped
     assert stack.takes_whole_masks == stack.caps_scores == (architecture == "gemma2")

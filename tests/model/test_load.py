@@ -1,4 +1,4 @@
-"""Models by name: every source loads, a GGUF is converted once, and bad input ends in one line."""
+"""Loading: every source loads, a GGUF is converted once, and bad input gives a one-line error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The environment variable is read at import, long ago in a test run.
+    # The environment variable is read at import, which has already happened.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -63,7 +63,7 @@ def test_a_model_that_caps_scores_runs_an_attention_that_does(tmp_path: Path, mo
 def test_a_model_of_the_hub_is_told_by_its_commit(
     tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept for its weights lies under this key; with none, nothing is kept."""
+    """Files cached for its weights are stored under this key; without one, nothing is cached."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--someone--tiny"
     (repository / "refs").mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_without_a_network_an_unknown_model_is_refused_at_once(monkeypatch: pyte
         raise OSError("Name or service not known")
 
     def in_vain(*_: Any, **__: Any) -> None:
-        raise AssertionError("the libraries were asked, which try for a minute")
+        raise AssertionError("the libraries were called, which retry for a minute")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(models, "getproxies", dict)
@@ -306,7 +306,7 @@ def test_cached_weights_equal_the_file(gguf_file: Path) -> None:
 
 
 class Template:
-    """Only what the functions under test ask of a tokenizer."""
+    """The part of a tokenizer that the functions under test use."""
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
@@ -347,7 +347,7 @@ def test_prompts_without_a_template() -> None:
 
 
 def test_template_that_refuses_a_role() -> None:
-    with pytest.raises(DepthDecayError, match="refuses"):
+    with pytest.raises(DepthDecayError, match="rejects"):
         prompts.prompt_ids(Template("{{ missing.role }}"), "abc", chat=True, system="x")
 
 

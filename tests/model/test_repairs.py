@@ -1,4 +1,4 @@
-"""Repairs survive their files, fit their plan and model or are refused, and run the same everywhere."""
+"""Repairs survive a round trip through files, are rejected if they do not fit, and run the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speed-ups count layers, maps and the output matrix, and every one that can be reached is reached."""
+"""Speed-ups count layers, maps and the LM head, and every reachable one is reached."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_plan_is_rescheduled_with_its_maps_counted() -> None:
 
 
 def test_every_reachable_speedup_is_reached_and_no_other() -> None:
-    """Against trying every pace of decay: the asked speed-up is met whenever some pace meets it."""
+    """Compared with trying every alpha: the requested speed-up is met whenever some alpha meets it."""
     stack = LayerStack.of(tiny_model("llama"))
     for rank in (1, 6, 12):
         plan = dd.Plan.for_speedup(LAYERS, 1.1, over_tokens=64, drop_order=[3, 4, 6, 1, 5])

@@ -1,1 +1,1 @@
-"""What has to know a transformers model: loading it, its layers, its keys and values, the maps that repair it."""
+"""Everything tied to a transformers model: loading, its layers, its KV cache, its repair maps."""

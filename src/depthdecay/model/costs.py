@@ -1,4 +1,4 @@
-"""What a plan costs: bytes of weights read per decoding step, repair maps and the output matrix counted."""
+"""What a plan costs: bytes of weights read per decode step, including repair maps and the LM head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from depthdecay.plan.plan import Plan
 
 
 class Costs:
-    """Bytes that one decoding step reads at each depth of a plan's ladder. T_0 comes with the prompt and is no step."""
+    """Bytes that one decode step reads at each depth of a plan's ladder. T_0 comes from prefill, so it is no step."""
 
     def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs | None = None) -> None:
         self.stack = stack
@@ -23,7 +23,7 @@ class Costs:
         self.item = stack.examples()[0].element_size()
 
     def at(self, depth: int) -> int:
-        """Bytes of one step at this depth; asked for every token of many schedules, so kept."""
+        """Bytes of one step at this depth; cached, since it is used for every token of many schedules."""
         if depth not in self._at:
             layers = sum(self.layers[layer] for layer in self.plan.layers(depth))
             self._at[depth] = layers + self.repairs.parameters(depth) * self.item + self.head
@@ -39,16 +39,16 @@ class Costs:
         return sum(self.layers) + self.head
 
     def speedup(self, plan: Plan, tokens: int) -> float:
-        """Bytes at full depth over bytes read: the ideal that a wall-clock can reach."""
+        """Bytes at full depth divided by bytes read: the ideal wall-clock speed-up."""
         return self.full() / self.per_step(plan, tokens)
 
     def layer_speedup(self, plan: Plan, tokens: int) -> Fraction:
-        """The layer speed-up with maps counted as the layers that they weigh."""
+        """The layer speed-up, with repair maps counted as layers of equal size."""
         executed = sum(self.in_layers(depth) * count for depth, count in plan.segments(tokens))
         return Fraction(plan.num_layers * tokens) / executed
 
     def in_layers(self, depth: int) -> Fraction:
-        """A step's layers and repair maps, in layers of mean size."""
+        """A step's layers and repair maps, measured in layers of mean size."""
         return Fraction(self.at(depth) - self.head) * len(self.layers) / sum(self.layers)
 
 

@@ -1,4 +1,4 @@
-"""Where a model runs and in which numbers: what a user may ask for, checked against the machine."""
+"""Devices and dtypes: validate what the user requested against what the machine has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def choose_device(device: str | None) -> torch.device:
-    """The device asked for, or the fastest kind there is."""
+    """The requested device, or the fastest kind available."""
     import torch
 
     mps = torch.backends.mps.is_available()
@@ -33,17 +33,17 @@ def choose_device(device: str | None) -> torch.device:
     if place.type == "cuda" and (place.index or 0) >= gpus:
         found = f"{gpus} CUDA GPU{'s are' if gpus != 1 else ' is'}" if gpus else "no CUDA GPU is"
         raise DepthDecayError(
-            f"device '{device}' was asked for, but {found} available here; use --device cpu or leave it out"
+            f"device '{device}' was requested, but {found} available here; use --device cpu or leave it out"
         )
     if place.type == "mps" and not mps:
         raise DepthDecayError(
-            f"device '{device}' was asked for, but MPS is not available here; use --device cpu or leave it out"
+            f"device '{device}' was requested, but MPS is not available here; use --device cpu or leave it out"
         )
     return place
 
 
 def choose_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype asked for; None stands for the model's own."""
+    """The requested dtype; None means the model's own."""
     import torch
 
     if dtype is None or dtype == "auto":
@@ -55,7 +55,7 @@ def choose_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has finished all queued work."""
     import torch
 
     if device.type == "cuda":
@@ -65,7 +65,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that is free on a device; where the system does not say, no limit."""
+    """Free memory on a device; infinite where the system does not report it."""
     import torch
 
     if device.type == "cuda":
@@ -115,13 +115,13 @@ def _is_faster_in_bfloat16() -> bool:
 
 
 def overlaps_kernels() -> bool:
-    """Whether a kernel can start before the one ahead of it has ended (programmatic dependent launch)."""
+    """Whether a kernel can start before the previous one has finished (programmatic dependent launch)."""
     return cuda_generation() >= 9
 
 
 @functools.cache
 def cuda_generation() -> int:
-    """The GPU's compute capability, without what follows the point; 0 where there is none."""
+    """The major version of the GPU's compute capability; 0 without a GPU."""
     import torch
 
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Converted GGUF files, each a folder that is complete or absent: built aside, then renamed into place."""
+"""Cache of converted GGUF files. Each is a folder that is complete or absent: built aside, then renamed into place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from depthdecay.model import gguf_convert
 if TYPE_CHECKING:
     import torch
 
-CONVERSION = 2  # raise it when a conversion gives other files than before
+CONVERSION = 2  # increase it when the conversion's output changes
 _MANIFEST = "depthdecay.json"
-# Hashing takes about a second per GB: a small file is hashed whole, a large one is sampled and told apart by its
-# time of change as well.
+# Hashing takes about a second per GB: a small file is hashed whole, a large one is sampled and identified by its
+# modification time as well.
 _HASH_WHOLE_BYTES = 256 << 20
 _HEADER_BYTES, _CHUNK_BYTES, _CHUNKS = 8 << 20, 64 << 10, 64
 _BUILDING = ".building-"
@@ -33,8 +33,8 @@ _ABANDONED_SECONDS = 24 * 3600
 def converted(path: Path, dtype: torch.dtype, say: Callable[[str], None]) -> tuple[Path, bool]:
     """The folder with the converted file, and whether it was converted just now.
 
-    The dtype is part of the key: a block-quantised weight (scale times integer plus offset) fits no 16-bit float
-    exactly, so a float32 load must not come from a bfloat16 copy, and a bfloat16 load should not read twice the bytes.
+    The dtype is part of the key: a block-quantized weight (scale times integer plus offset) has no exact 16-bit
+    float. So a float32 load must not use a bfloat16 copy, and a bfloat16 load should not read twice the bytes.
     """
     root = cache_folder() / "gguf"
     folder = root / _key(path, dtype)
@@ -64,7 +64,7 @@ def converted(path: Path, dtype: torch.dtype, say: Callable[[str], None]) -> tup
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file of the manifest is there with its size."""
+    """Whether every file in the manifest exists with its size."""
     try:
         files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
         return bool(files) and all((folder / name).stat().st_size == size for name, size in files.items())
@@ -73,12 +73,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that turned out to be broken; renamed first, so that nobody meets it half removed."""
+    """Remove a folder that turned out to be broken; renamed first, so that nobody sees it half removed."""
     aside = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder.parent))
     try:
         os.rename(folder, aside / "broken")
     except FileNotFoundError:
-        pass  # another process was quicker
+        pass  # another process was faster
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -98,16 +98,16 @@ def _key(path: Path, dtype: torch.dtype) -> str:
             for chunk in range(_CHUNKS):
                 file.seek((status.st_size - _CHUNK_BYTES) * chunk // (_CHUNKS - 1))
                 digest.update(file.read(_CHUNK_BYTES))
-    # By content alone, so that a renamed or copied file is not converted again; the manifest names the source.
+    # By content only, so that a renamed or copied file is not converted again; the manifest names the source.
     return f"{digest.hexdigest()[:24]}-{str(dtype).removeprefix('torch.')}"
 
 
 def _seal(folder: Path, source: Path) -> None:
-    """Bring the files to the disk, then write the manifest that makes the folder count."""
+    """Flush the files to disk, then write the manifest that marks the folder as complete."""
     files = {}
     for file in sorted(folder.iterdir()):
         with file.open("rb+") as handle:
-            # Without this a power cut may leave files of the right size that hold zeros.
+            # Without this, a power cut may leave files of the right size filled with zeros.
             os.fsync(handle.fileno())
         files[file.name] = file.stat().st_size
     manifest = {"conversion": CONVERSION, "source": source.name, "files": files}
@@ -121,7 +121,7 @@ def _move_into_place(building: Path, folder: Path) -> None:
             return
         except OSError:
             if is_complete(folder):
-                return  # another process converted the same file meanwhile
+                return  # another process converted the same file in the meantime
             if not folder.exists():
                 raise
             discard(folder)
@@ -129,7 +129,7 @@ def _move_into_place(building: Path, folder: Path) -> None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """What a killed conversion left behind takes as much room as the model."""
+    """Remove what killed conversions left behind: each takes as much disk space as the model."""
     for folder in root.glob(f"{_BUILDING}*"):
         try:
             if folder.is_dir() and time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
@@ -147,5 +147,5 @@ def _writing(root: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise DepthDecayError(
             f"cannot write the converted model into {root} ({one_line(error)}); "
-            f"set DEPTHDECAY_CACHE to a folder that can be written"
+            f"set DEPTHDECAY_CACHE to a writable folder"
         ) from error

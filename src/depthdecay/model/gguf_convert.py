@@ -1,4 +1,4 @@
-"""A GGUF file read, checked and written as an ordinary Hugging Face folder: weights, tokenizer, end-of-turn tokens."""
+"""Convert a GGUF file to an ordinary Hugging Face folder: weights, tokenizer, end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_checked(path: Path) -> Any:
-    """A `gguf.GGUFReader` of a file that holds every tensor its header names."""
+    """A `gguf.GGUFReader` for a file, checked to contain every tensor that its header lists."""
     import gguf
 
     size = path.stat().st_size
     damaged = DepthDecayError(
-        f"the GGUF file '{path}' is truncated or damaged: {size:,} bytes do not hold what its header names; "
+        f"the GGUF file '{path}' is truncated or damaged: its header lists more than its {size:,} bytes contain; "
         f"download it again"
     )
     try:
         reader = gguf.GGUFReader(path)
         end = max((int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors), default=size + 1)
-    except Exception as error:  # the reader trusts the file, so a cut one fails in whatever it does next
+    except Exception as error:  # the reader trusts the file, so a truncated one can fail anywhere
         raise damaged from error
     if end > size:
         raise damaged
@@ -49,13 +49,13 @@ def read_checked(path: Path) -> Any:
 
 
 def convert(path: Path, reader: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write the dequantised model, its tokenizer and its generation defaults into `folder`."""
+    """Write the dequantized model, its tokenizer and its generation defaults to `folder`."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     architecture = metadata(reader, "general.architecture", "unknown")
     fields = TokenizerFields.of(reader, path)
-    # A folder of its own: a configuration or an adapter that lies beside the file would be mixed in.
-    # transformers' bar for GGUF tensors obeys none of its switches, hence the redirection.
+    # In a separate folder: transformers would mix in a configuration or adapter next to the file.
+    # stderr is redirected because no transformers setting turns off its progress bar for GGUF tensors.
     with tempfile.TemporaryDirectory(prefix="depthdecay-") as lone, redirect_stderr(io.StringIO()):
         _link(path.resolve(), Path(lone, "model.gguf"))
         try:
@@ -70,16 +70,16 @@ def convert(path: Path, reader: Any, folder: Path, dtype: torch.dtype) -> None:
         except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"transformers cannot load the GGUF file '{path}' (architecture '{architecture}') as a causal language "
-                f"model: {one_line(error)}; give the model's safetensors version instead"
+                f"model: {one_line(error)}; use the model's safetensors version instead"
             ) from error
         if info["missing_keys"]:
             raise DepthDecayError(
                 f"the GGUF file '{path}' lacks {len(info['missing_keys'])} of the tensors that its architecture "
-                f"'{architecture}' needs, such as {min(info['missing_keys'])}; take another copy"
+                f"'{architecture}' needs, such as {min(info['missing_keys'])}; use another copy"
             )
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
-        # The weights are plain by now, but save_pretrained refuses whatever was read through a GGUF quantizer.
+        # The weights are dequantized by now, but save_pretrained rejects any model loaded through a GGUF quantizer.
         quantizer.remove_quantization_config(model)
     model.config.name_or_path = path.name
     tokenizer = gguf_tokenizer.make_tokenizer(fields)
@@ -94,5 +94,5 @@ def convert(path: Path, reader: Any, folder: Path, dtype: torch.dtype) -> None:
 def _link(source: Path, target: Path) -> None:
     try:
         os.symlink(source, target)
-    except OSError:  # Windows without the right to make symbolic links
+    except OSError:  # Windows without permission to create symbolic links
         os.link(source, target)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokenizer; where it says nothing, what llama.cpp takes it to mean."""
+"""A GGUF file's tokenizer fields, with llama.cpp's defaults where a field is missing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal, cast
 from depthdecay.errors import DepthDecayError, UnsupportedModelError
 from depthdecay.model.gguf_splits import LINES, SPLITS, UNNAMED, UNNAMED_SPLIT, WordSplit
 
-# The numbers of llama.cpp's token types.
+# llama.cpp's token types.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 Kind = Literal["llama", "gpt2", "gemma4"]  # merges by score, byte-level BPE, and BPE on text with ▁ for spaces
 _KINDS = ("llama", "gpt2", "gemma4")
-# llama.cpp ends a generation at each of these keys' tokens, and at control tokens with one of these texts.
+# llama.cpp ends generation at the tokens of these keys, and at control tokens with one of these texts.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>"),
@@ -42,7 +42,7 @@ class TokenizerFields:
     ends: list[int]
     adds_bos: bool
     adds_eos: bool
-    adds_space: bool  # ahead of each text and of what follows a special token
+    adds_space: bool  # before each text and after each special token
     chat_template: str | None
 
     @classmethod
@@ -54,10 +54,10 @@ class TokenizerFields:
         if kind not in _KINDS:
             raise UnsupportedModelError(
                 f"the GGUF file '{path}' (architecture '{metadata(reader, 'general.architecture', 'unknown')}') has a "
-                f"tokenizer of the kind '{kind}', and only {', '.join(_KINDS)} are known; "
-                f"give the model's safetensors version instead"
+                f"tokenizer of kind '{kind}'; supported are {', '.join(_KINDS)}; "
+                f"use the model's safetensors version instead"
             )
-        # Ids without a text are never read nor written, yet each needs a name of its own.
+        # Ids without text are never encoded or decoded, but each needs a unique name.
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(field("tokens", []))]
         types = list(field("token_type", [])) or [1] * len(tokens)
         scores = list(field("scores", [])) or [0.0] * len(tokens)
@@ -67,7 +67,7 @@ class TokenizerFields:
             raise DepthDecayError(
                 f"the tokenizer of the GGUF file '{path}' is incomplete: {len(tokens):,} tokens "
                 f"({len(set(tokens)):,} different ones), {len(types):,} types, {len(scores):,} scores and "
-                f"{len(merges):,} merges; take another copy"
+                f"{len(merges):,} merges; use another copy"
             )
         pre = field("pre", "")
         split = _split(kind, pre, path)
@@ -76,7 +76,7 @@ class TokenizerFields:
             given = field(key, default)
             return int(given) if given is not None and 0 <= given < len(tokens) else None
 
-        scored = kind == "llama"  # sentencepiece's own numbers, which such files may leave out
+        scored = kind == "llama"  # such files may omit sentencepiece's default ids
         bos = token_id("bos_token_id", 1 if scored else None)
         eos = token_id("eos_token_id", 2 if scored else None)
         named = [index for index, text in enumerate(tokens) if types[index] == CONTROL and text in _END_TEXTS]
@@ -123,14 +123,14 @@ def _split(kind: str, pre: str, path: Path) -> WordSplit:
         return UNNAMED_SPLIT
     if pre not in SPLITS:
         raise UnsupportedModelError(
-            f"the GGUF file '{path}' splits text by the pre-tokenizer '{pre}', which is not known here, and by another "
-            f"its prompts would be garbled; give the model's safetensors version instead"
+            f"the GGUF file '{path}' uses the pre-tokenizer '{pre}', which is not supported, and any other would "
+            f"garble its prompts; use the model's safetensors version instead"
         )
     return SPLITS[pre]
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    # From the second character on: the first of a pair may be a space itself.
+    # From the second character on: the pair may itself begin with a space.
     left, _, right = merge[1:].partition(" ")
     return merge[:1] + left, right
 

@@ -1,7 +1,7 @@
-"""A loaded tokenizer held against its GGUF file: by the fields, and by a tokenization that shares no code with it.
+"""Compare a loaded tokenizer with its GGUF file: by its fields, and by a tokenizer that shares no code with it.
 
-Whatever the engine is compared with runs on the same tokens, so a prompt without its BOS looks right everywhere. Here
-the file is read anew, and a few lines of Python, slow and plain, tokenize as llama.cpp does.
+Everything the engine is compared with runs on the same tokens, so a missing BOS would go unnoticed. Here the file is
+read again, and a few lines of slow, plain Python tokenize as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_fields(path: Path) -> TokenizerFields:
 
 
 class ReferenceTokenizer:
-    """Tokenization by the file's fields alone."""
+    """Tokenizes using only the file's fields."""
 
     def __init__(self, fields: TokenizerFields) -> None:
         import regex
@@ -60,11 +60,11 @@ class ReferenceTokenizer:
         self.ranks = {pair: rank for rank, pair in reversed(list(enumerate(fields.merges)))}
         self.patterns = [regex.compile(pattern) for pattern in fields.split.patterns]
         special = fields.of_type(CONTROL, USER_DEFINED, UNKNOWN)
-        # In one pattern, the first that fits wins.
+        # Longest first, since the first alternative that matches wins.
         self.special = regex.compile("|".join(map(regex.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
     def encode(self, text: str) -> list[int]:
-        """The text alone, without the BOS and EOS that may go around it."""
+        """The text's ids, without BOS and EOS."""
         ids: list[int] = []
         at = 0
         for found in self.special.finditer(text):
@@ -73,7 +73,7 @@ class ReferenceTokenizer:
         return ids + self._plain(text[at:])
 
     def _plain(self, text: str) -> list[int]:
-        """Of text without special tokens."""
+        """The ids of text without special tokens."""
         if not text:
             return []
         if self.fields.kind != "gpt2":
@@ -105,7 +105,7 @@ class ReferenceTokenizer:
         return self.ranks.get((left, right))
 
     def _spelled(self, pieces: list[str]) -> list[int]:
-        """The pieces' ids; a piece that is no token is spelled in bytes, or unknown where the file has none for it."""
+        """The pieces' ids. A piece that is not a token falls back to bytes, or to unknown if the file lacks those."""
         ids: list[int] = []
         for piece in pieces:
             spelling = [f"<0x{byte:02X}>" for byte in piece.encode()]
@@ -119,7 +119,7 @@ class ReferenceTokenizer:
 
 
 def _merged(pieces: list[str], cost: Callable[[str, str], float | None]) -> list[str]:
-    """Neighbours joined, the cheapest pair first and the leftmost of equal ones, until no pair has a cost."""
+    """Merge neighbours, cheapest pair first and leftmost on a tie, until no pair has a cost."""
     while True:
         costs = [(cost(a, b), at) for at, (a, b) in enumerate(itertools.pairwise(pieces))]
         best = min(((price, at) for price, at in costs if price is not None), default=None)
@@ -130,7 +130,7 @@ def _merged(pieces: list[str], cost: Callable[[str, str], float | None]) -> list
 
 
 def _cut(text: str, pattern: Any) -> Iterator[str]:
-    """What the pattern finds, and what lies between."""
+    """The pattern's matches, and the text between them."""
     at = 0
     for found in pattern.finditer(text):
         yield from (piece for piece in (text[at : found.start()], found[0]) if piece)
@@ -140,7 +140,7 @@ def _cut(text: str, pattern: Any) -> Iterator[str]:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's letter for each byte: printable ones stand for themselves, others for letters from U+0100 on."""
+    """GPT-2's letter for each byte: printable bytes map to themselves, others to letters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -149,7 +149,7 @@ def _byte_letters() -> list[str]:
 _BYTE_LETTERS = _byte_letters()
 
 
-# What differs, in words; nothing where all is as the file says.
+# Each function lists the differences in words; the list is empty if the tokenizer matches the file.
 
 
 def vocabulary_differences(tokenizer: Any, fields: TokenizerFields) -> list[str]:
@@ -186,13 +186,13 @@ def template_differences(tokenizer: Any, fields: TokenizerFields) -> list[str]:
     try:
         ids = chat_ids(tokenizer, [{"role": "user", "content": "Where?"}])
     except DepthDecayError:
-        return []  # a template may refuse these messages; then nobody can write them
+        return []  # the template rejects these messages
     first = sum(1 for _ in itertools.takewhile(lambda index: index == fields.bos, ids))
-    return [] if first == 1 else [f"a conversation begins with {first or 'no'} BOS, and the file wants one"]
+    return [] if first == 1 else [f"a conversation begins with {first or 'no'} BOS, but the file wants one"]
 
 
 def text_differences(tokenizer: Any, fields: TokenizerFields) -> tuple[list[str], int]:
-    """The texts that are tokenized otherwise than the file says, and how many tokens all of them have."""
+    """The texts that are tokenized differently from the file, and the total number of tokens."""
     reference = ReferenceTokenizer(fields)
     between = [f"before{token} after" for token in itertools.islice(fields.of_type(CONTROL, USER_DEFINED), 2)]
     differences, total = [], 0

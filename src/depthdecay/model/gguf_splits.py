@@ -1,7 +1,7 @@
-"""How byte-level BPE cuts text into words before it merges, by the names that GGUF files give to it.
+"""Pre-tokenizers: how byte-level BPE splits text into words before merging, by their names in GGUF files.
 
-A file has no pattern, only a name in `tokenizer.ggml.pre`. The patterns are those of the models' own tokenizer.json;
-what follows from a name besides them is as in llama.cpp, which made the names up.
+A file has no pattern, only a name in `tokenizer.ggml.pre`. The patterns come from the models' own tokenizer.json;
+everything else that a name implies follows llama.cpp, which invented the names.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SEED_CODER = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}
 
 @dataclass(frozen=True)
 class WordSplit:
-    """Patterns, each applied to the pieces that the ones before it have left, and what else a name stands for."""
+    """Patterns, each applied to the pieces left by the previous ones, and what else a name implies."""
 
     patterns: tuple[str, ...]
-    whole_words: bool = False  # a word that is a token stays one, whatever the merges would make of it
-    adds_bos: bool = False  # where the file says nothing about it
-    composes: bool = False  # letters and their accents become one character first (NFC)
+    whole_words: bool = False  # a word that is a token stays one, regardless of merges
+    adds_bos: bool = False  # default if the file does not say
+    composes: bool = False  # NFC: letters and their accents are first composed into one character
 
 
 def _named(split: WordSplit, *names: str) -> dict[str, WordSplit]:
@@ -64,7 +64,7 @@ SPLITS: dict[str, WordSplit] = {
     ),
     **_named(WordSplit((_LLAMA3,)), "dbrx", "smaug-bpe", "chatglm-bpe"),
     **_named(WordSplit((_LLAMA3,), whole_words=True), "glm4", "glm5"),
-    # llama.cpp composes nothing, yet Qwen's models were trained on text that is.
+    # llama.cpp does not normalize, but Qwen's models were trained on NFC text.
     **_named(WordSplit((_QWEN2,), composes=True), "qwen2", "deepseek-r1-qwen"),
     **_named(WordSplit((_QWEN35,), composes=True), "qwen35"),
     **_named(WordSplit((_QWEN2,)), "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
@@ -87,8 +87,8 @@ SPLITS: dict[str, WordSplit] = {
     **_named(WordSplit((_BAILING,)), "bailingmoe", "bailingmoe2", "llada-moe"),
     **_named(WordSplit((_SEED_CODER,)), "seed-coder"),
 }
-# Old files name none. Most models of their time split as GPT-2 does; llama.cpp's own guess fits Falcon alone.
+# Old files name none. Most models of that time split as GPT-2 does; llama.cpp's own default fits only Falcon.
 UNNAMED = ("", "default")
 UNNAMED_SPLIT = WordSplit((_GPT2,))
-# Not byte-level: text is cut at newlines alone.
+# Not byte-level: text is split at newlines only.
 LINES = WordSplit((r"[^\n]+|\n+",), adds_bos=True)

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer, made from the file's own fields.
+"""A GGUF file's tokenizer, built from the file's own fields.
 
-transformers makes one too, yet adds no BOS, knows few pre-tokenizers, respells tokens that hold spaces or other
-characters than byte-level BPE's, and does so differently from version to version.
+transformers builds one too, but it adds no BOS, knows few pre-tokenizers, respells tokens with spaces or characters
+outside byte-level BPE's alphabet, and does so differently from version to version.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 from depthdecay.model.gguf_fields import CONTROL, USER_DEFINED, TokenizerFields
 
-_SPACE = "▁"  # what sentencepiece writes for a space
+_SPACE = "▁"  # sentencepiece's space
 BOS_FIRST = "{{ bos_token }}"
 
 
 def make_tokenizer(fields: TokenizerFields) -> Any:
-    """A fast tokenizer that reads and writes text as the file says."""
+    """A fast tokenizer that encodes and decodes as the file specifies."""
     from transformers import PreTrainedTokenizerFast
 
     if fields.names_no_split:
         warnings.warn(
             "the GGUF file names no pre-tokenizer, so text is split as GPT-2 does; "
-            "if the model was trained otherwise, a newer conversion of it gives better text",
+            "if the model was trained differently, a newer conversion of it gives better text",
             stacklevel=2,
         )
     tokenizer = PreTrainedTokenizerFast(
@@ -33,7 +33,7 @@ def make_tokenizer(fields: TokenizerFields) -> Any:
         pad_token=fields.text(fields.eos if fields.padding is None else fields.padding),
         add_bos_token=fields.adds_bos,
         add_eos_token=fields.adds_eos,
-        clean_up_tokenization_spaces=False,  # it would take spaces out of the text
+        clean_up_tokenization_spaces=False,  # it would remove spaces from the text
     )
     tokenizer.chat_template = fields.chat_template
     if needs_bos_first(tokenizer, fields):
@@ -42,13 +42,13 @@ def make_tokenizer(fields: TokenizerFields) -> Any:
 
 
 def end_ids(tokenizer: Any, fields: TokenizerFields) -> list[int]:
-    """The ids that end an answer: the file's, and the one that the chat template puts behind an answer."""
+    """The ids that end an answer: the file's, and the one that the chat template writes after an answer."""
     turn = end_of_turn(tokenizer, fields.of_type(CONTROL, USER_DEFINED))
     return list(dict.fromkeys([*fields.ends, *([] if turn is None else [turn])]))
 
 
 def end_of_turn(tokenizer: Any, marked: dict[str, int]) -> int | None:
-    """The id of the token that the chat template writes behind an assistant's answer, if it is one token."""
+    """The id of the token that the chat template writes after an assistant's answer, if it is one token."""
     answer = "Zanzibar"
     text = _rendered(tokenizer, [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}])
     _, found, behind = (text or "").rpartition(answer)
@@ -58,7 +58,7 @@ def end_of_turn(tokenizer: Any, marked: dict[str, int]) -> int | None:
 
 
 def needs_bos_first(tokenizer: Any, fields: TokenizerFields) -> bool:
-    """Whether the file wants a BOS that its template leaves out: llama.cpp puts one ahead of every prompt then."""
+    """Whether the file wants a BOS that its template omits; llama.cpp then adds one before every prompt."""
     text = _rendered(tokenizer, [{"role": "user", "content": "Where?"}]) if fields.adds_bos else None
     return text is not None and not text.startswith(str(fields.text(fields.bos)))
 
@@ -68,7 +68,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str | None:
         return None
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template is a program from the file, and may refuse these messages
+    except Exception:  # a template is code from the file, and may reject these messages
         return None
 
 
@@ -88,7 +88,7 @@ def _backend(fields: TokenizerFields) -> Any:
         backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if fields.adds_space else [])])
     if fields.split.patterns:
         backend.pre_tokenizer = _pre_tokenizer(fields)
-    # Looked for in the text as it is given, before anything else happens to it.
+    # Matched in the raw text, before normalization.
     control = [AddedToken(text, special=True, normalized=False) for text in fields.of_type(CONTROL)]
     own = [AddedToken(text, special=False, normalized=False) for text in fields.of_type(USER_DEFINED)]
     backend.add_special_tokens(control)
@@ -118,12 +118,12 @@ def _pre_tokenizer(fields: TokenizerFields) -> Any:
 
 
 def _possible(merges: list[tuple[str, str]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Those that make a token of two tokens; tokenizers refuses others, which never come to anything."""
+    """The merges that join two tokens into a token; tokenizers rejects others, which could never apply."""
     return [(a, b) for a, b in merges if a in vocabulary and b in vocabulary and a + b in vocabulary]
 
 
 def _by_score(scores: list[float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs that make each token, best token first: sentencepiece merges whatever gives the best-scored token."""
+    """The pairs that form each token, best token first: sentencepiece merges to the best-scored token."""
     merges = []
     for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))

@@ -1,7 +1,7 @@
-"""Attention while decoding, in place of transformers' own: heads that share keys, asked as if they were tokens.
+"""Decode attention that replaces transformers' own: query heads that share keys are folded into the token dimension.
 
-transformers finds the function by its name, for all models of the process. So what stands there asks the module that
-attends which function it has for now; modules are marked under their model's lock, and all others get the original.
+transformers looks the function up by name, for all models in the process. So the registered function dispatches on the
+calling module: modules are marked under their model's lock, and all others get the original.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _MARK = "depthdecay_attention"
 
 
 def is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for nothing beyond a softmax over the keys."""
+    """Whether a call requests nothing beyond a softmax over the keys."""
     special = ("position_bias", "softcap", "s_aux")
     return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in special)
 
 
 def scaling_of(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
-    """What a call multiplies scores by; where it does not say, as torch does."""
+    """The call's scale for scores, or torch's default."""
     scaling = kwargs.get("scaling")
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 @functools.cache
 def grouped(original: Attention) -> Attention:
-    """transformers' sdpa function, with the heads that share keys asked as if they were tokens.
+    """transformers' sdpa function, with query heads that share keys folded into the token dimension.
 
-    transformers copies keys and values for every head, which for a batch takes longer than the layer's matrices do.
+    transformers copies keys and values for every head, which for a batch takes longer than the layer's matmuls.
     """
 
     def forward(
@@ -78,17 +78,17 @@ _REGISTERED = SharedPatch(lambda: attention_registered(_OWN_NAME, _as_marked(_un
 
 
 def _unmarked(module: Any, *_args: Any, **_kwargs: Any) -> Any:
-    raise RuntimeError(f"{type(module).__name__} attends, but is none of the modules that depthdecay has marked")
+    raise RuntimeError(f"{type(module).__name__} called attention, but depthdecay has not marked it")
 
 
 def grouped_attention(stack: LayerStack) -> contextlib.AbstractContextManager[None]:
-    """While open, models that use torch's attention copy no keys for heads that share them."""
+    """While open, a model that uses torch's attention copies no keys for heads that share them."""
     return replaced_attention(stack, lambda original, _window: grouped(original))
 
 
 @contextlib.contextmanager
 def replaced_attention(stack: LayerStack, made: Callable[[Attention, int | None], Attention]) -> Iterator[None]:
-    """While open, this model's attention is what is made of transformers' function and of each layer's window.
+    """While open, this model's attention is `made` from transformers' function and each layer's window.
 
     For one pass, under the model's lock.
     """
@@ -103,9 +103,9 @@ def replaced_attention(stack: LayerStack, made: Callable[[Attention, int | None]
 
 @contextlib.contextmanager
 def replaced_eager_attention(stack: LayerStack, made: Callable[[Attention, int | None], Attention]) -> Iterator[None]:
-    """The same for a model that runs its own eager attention; what is made of it must see to masks of its own.
+    """The same for a model that runs its own eager attention; the replacement must handle masks itself.
 
-    The model asks for a name of ours meanwhile, and transformers makes no masks for names that it does not know.
+    The model meanwhile uses an attention name of ours, and transformers builds no masks for names it does not know.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(stack.exclusive())
@@ -120,7 +120,7 @@ def replaced_eager_attention(stack: LayerStack, made: Callable[[Attention, int |
 
 @functools.cache
 def _with_bits(eager: Attention) -> Attention:
-    """A model's eager attention, which adds masks to scores, for masks of bits."""
+    """A model's eager attention, which adds masks to scores, adapted to boolean masks."""
 
     def forward(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
@@ -134,5 +134,5 @@ def _with_bits(eager: Attention) -> Attention:
 
 
 def _marked(stack: LayerStack, made: Callable[[int | None], Attention]) -> contextlib.AbstractContextManager[None]:
-    """While open, each module of the model that attends has the function that is made for its layer's window."""
+    """While open, each attention module of the model has the function made for its layer's window."""
     return replaced_each(stack.attending, _MARK, map(made, stack.attending_windows))

@@ -1,4 +1,4 @@
-"""Keys and values, one small object a layer, each with just the room that the plan says the layer will need."""
+"""The KV cache: one small object per layer, each sized to what the plan says the layer will need."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from depthdecay.plan.plan import Plan
 
 @dataclass
 class Clock:
-    """How far the text has come, shared by all layers of one cache.
+    """The current position, shared by all layers of one cache.
 
-    `filled` is the host's count of positions written. During graph decoding the device keeps its own in `position`
+    `filled` is the host's count of written positions. During graph decoding the device keeps its own in `position`
     (a one-element tensor that the graph advances), and attention reads the first `bucket` positions, masked.
     """
 
@@ -29,10 +29,10 @@ class Clock:
 
 
 class LayerCache(CacheLayerMixin):
-    """One layer's keys and values behind transformers' cache contract.
+    """One layer's keys and values, as a transformers cache layer.
 
-    Stored as (position, batch, head, dim): then the strides do not depend on a layer's room, and one compiled layer
-    serves all of them, however much room each has.
+    Stored as (position, batch, head, dim). So the strides do not depend on the layer's room, and one compiled layer
+    serves caches of any size.
     """
 
     is_croppable = False
@@ -54,14 +54,14 @@ class LayerCache(CacheLayerMixin):
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         batch, heads, _, dim = states.shape
-        # Zeros, not garbage: masked positions of a bucket still meet the softmax, and 0 * NaN is NaN.
+        # Zeros, not uninitialized: masked positions of a bucket still enter the softmax, and 0 * NaN is NaN.
         return torch.zeros((self.room, batch, heads, dim), dtype=states.dtype, device=states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.position is not None and self.key_view is not None and self.value_view is not None:
-            # index_put_ on the stored layout is what inductor does in place; other forms copy the whole cache.
+            # inductor does index_put_ on the stored layout in place; other forms copy the whole cache.
             self.key_view.index_put_((self.position,), key_states.permute(2, 0, 1, 3))
             self.value_view.index_put_((self.position,), value_states.permute(2, 0, 1, 3))
             return self.key_view.permute(1, 2, 0, 3), self.value_view.permute(1, 2, 0, 3)
@@ -71,7 +71,7 @@ class LayerCache(CacheLayerMixin):
         assert self.values is not None
         start, end = self.clock.filled, self.clock.filled + key_states.shape[2]
         if end > self.room:
-            raise DepthDecayError(f"a layer was given position {end}, but the plan left it room for {self.room}")
+            raise DepthDecayError(f"a layer was given position {end}, but the plan reserved only {self.room} for it")
         self.keys[start:end] = key_states.permute(2, 0, 1, 3)
         self.values[start:end] = value_states.permute(2, 0, 1, 3)
         first = self._first_visible()
@@ -94,7 +94,7 @@ class LayerCache(CacheLayerMixin):
         return -1
 
     def enter_bucket(self) -> None:
-        """Point the views that a graph reads and writes at the clock's bucket (or at none, off the graph path)."""
+        """Set the views that a graph reads and writes to the clock's bucket (or clear them outside graphs)."""
         self.position = self.clock.position if self.clock.columns is None else self.clock.columns
         if self.position is None or self.keys is None or self.values is None:
             self.key_view = self.value_view = None
@@ -109,7 +109,7 @@ class LayerCache(CacheLayerMixin):
 
 
 class PlannedCache(Cache):
-    """A transformers cache whose layers have the rooms given, and one clock."""
+    """A transformers cache whose layers have the given sizes and share one clock."""
 
     def __init__(self, rooms: list[int], windows: tuple[int | None, ...], layer: type[LayerCache] = LayerCache) -> None:
         self.clock = Clock()
@@ -118,7 +118,7 @@ class PlannedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """True while a device position is in use: transformers then builds a mask always, as a graph needs."""
+        """True while a device position is in use: transformers then always builds a mask, as a graph needs."""
         return self.clock.position is not None
 
     def on_device(self, position: torch.Tensor | None, bucket: int = 0, columns: torch.Tensor | None = None) -> None:
@@ -131,7 +131,7 @@ class PlannedCache(Cache):
 
     @contextlib.contextmanager
     def kept(self, start: int, end: int) -> Iterator[None]:
-        """What is written inside to these positions, `end` excluded, is put back as it was."""
+        """Restore positions `start` to `end` (exclusive) on exit, undoing writes made inside."""
         written = [states[start:end] for layer in self.planned for states in (layer.keys, layer.values)]  # type: ignore[index]
         before = [states.clone() for states in written]
         try:
@@ -146,20 +146,20 @@ class PlannedCache(Cache):
 
     @property
     def nbytes_uniform(self) -> int:
-        """What the same cache would take if every layer had as much room as the largest."""
+        """The size of the same cache if every layer were as large as the largest."""
         largest = max(layer.room for layer in self.planned)
         return sum(layer.nbytes * largest // max(layer.room, 1) for layer in self.planned)
 
 
 class OneLayer:
-    """What a compiled layer is given as its cache: the same type for all, so that one compilation serves all."""
+    """The cache object passed to a compiled layer: the same type for all, so that one compilation serves all."""
 
     def __init__(self, layer: LayerCache) -> None:
         self.layer = layer
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a pass over a bucket reads and writes; the first dimension of each is positions or tokens."""
+        """The tensors that a pass over a bucket reads and writes; their first dimension is positions or tokens."""
         found = (self.layer.position, self.layer.key_view, self.layer.value_view)
         return [tensor for tensor in found if tensor is not None]
 
@@ -174,7 +174,7 @@ class Prompt:
     """A batch of prompts, padded on the left."""
 
     ids: torch.Tensor  # (batch, length)
-    mask: torch.Tensor | None  # (batch, length) of 0 and 1, None where nothing is padded
+    mask: torch.Tensor | None  # (batch, length) of 0 and 1, None without padding
     position_ids: torch.Tensor
 
     @classmethod
@@ -192,19 +192,19 @@ class Prompt:
         return self.ids.shape[1]
 
 
-BUCKET = 128  # small enough that a short text does not pay for a long cache, large enough that graphs stay few
+BUCKET = 128  # small enough that short texts do not pay for a long cache, large enough to keep graphs few
 
 
 def bucket_for(filled: int) -> int:
-    """The number of positions that attention covers once `filled` are written: multiples that grow with the text."""
+    """How many positions attention covers once `filled` are written: multiples of a step that grows with the text."""
     step = BUCKET
-    while filled > step * 16:  # at most about 16 buckets a doubling: bounded waste (6%), bounded graphs
+    while filled > step * 16:  # at most about 16 buckets per doubling: bounded waste (6%) and number of graphs
         step *= 2
     return -(-filled // step) * step
 
 
 def rooms(plan: Plan, prompt_length: int, new_tokens: int, *, in_buckets: bool) -> list[int]:
-    """Positions each layer needs: the prompt, and one for every later pass that still runs the layer."""
+    """Positions each layer needs: the prompt's, and one for every later pass that still runs the layer."""
     needs = (prompt_length + plan.last_token_of_layer(layer, new_tokens) - 1 for layer in range(plan.num_layers))
     return [bucket_for(need) if in_buckets else need for need in needs]
 
@@ -213,7 +213,7 @@ LEAST_ROOM = 512
 
 
 def room_for(positions: int, batch: int) -> int:
-    """Room to keep for texts of this length. Graphs belong to one cache, so a single row, whose room takes little, gets
-    more than it needs: the next text may be longer."""
+    """How many positions to allocate for texts of this length. Graphs are tied to one cache, so a single row, which is
+    cheap, gets more than it needs: the next text may be longer."""
     room = bucket_for(positions)
     return room if batch > 1 else max(LEAST_ROOM, 1 << (room - 1).bit_length())

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model seen as a stack of decoder layers, without any modelling code of our own."""
+"""A Hugging Face causal language model as a stack of decoder layers, without any modelling code of our own."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from depthdecay.runners.contract import PLAIN, Ask
 
 Forward = Callable[..., Any]
 
-# One lock a model: a pass replaces the forward of its layers for as long as it runs, so passes of one model take turns.
+# One lock per model: a running pass replaces the forward of the layers, so passes of one model take turns.
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-# Models that a whole block of the user's code has for itself.
+# Models that a block of the user's code holds exclusively.
 _CLAIMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
 class LayerPass:
-    """One pass through the stack: which layers it leaves out, and which ran (noted here, never estimated)."""
+    """One pass through the stack: which layers it skips, and which ran (recorded, never estimated)."""
 
     dropped: frozenset[int] = frozenset()
-    # What runs in the place of dropped layers, by the first of each run of them.
+    # What replaces dropped layers, keyed by the first layer of each run.
     repairs: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     executed: list[int] = field(default_factory=list)
-    asked: tuple[int, ...] = ()  # layers behind which states are wanted
-    states: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer that was asked for
-    # Runs a layer in place of its plain forward, given (index, layer, forward, args, kwargs): compiled, for one.
+    asked: tuple[int, ...] = ()  # layers whose output hidden states are requested
+    states: dict[int, torch.Tensor] = field(default_factory=dict)  # by requested layer
+    # Replaces a layer's forward, for example with a compiled one; called with (index, layer, forward, args, kwargs).
     run_layer: Callable[..., Any] | None = None
 
     @property
@@ -49,13 +49,13 @@ class LayerPass:
         return len(self.executed)
 
     def noted(self) -> LayerPass:
-        """What it has noted so far, which the next pass of the same object writes over."""
+        """A copy of the records so far, which the next pass with this object overwrites."""
         return replace(self, executed=list(self.executed), states=dict(self.states))
 
 
 @dataclass(frozen=True)
 class KeptShape:
-    """What one layer keeps for one position: keys and values, each as (heads, size)."""
+    """What one layer caches per position: keys and values, each as (heads, size)."""
 
     key: tuple[int, int]
     value: tuple[int, int]
@@ -70,7 +70,7 @@ class KeptShape:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(silu(gate x) * up x), where x is the normalised state times the norm's weight."""
+    """down(silu(gate x) * up x), where x is the normalised hidden state times the norm's weight."""
 
     gate: torch.Tensor  # (neurons, hidden)
     up: torch.Tensor  # (neurons, hidden)
@@ -80,25 +80,25 @@ class GatedMLP:
 
 @dataclass
 class LayerStack:
-    """The decoder layers of one model, and the only place that may bypass them."""
+    """The decoder layers of one model. Only this class may bypass them."""
 
     model: PreTrainedModel
     owner: nn.Module  # the module whose forward loops over the layers
     layers: tuple[nn.Module, ...]
-    windows: tuple[int | None, ...]  # sliding window of each layer's attention, None where it sees everything
+    windows: tuple[int | None, ...]  # each layer's sliding window, None for full attention
     _tuple_lengths: dict[int, int] = field(default_factory=dict)
     _shapes: dict[tuple[torch.device, torch.dtype], list[KeptShape]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> LayerStack:
-        """Find the decoder layers of any decoder-only model; refuse what depth decay could only run wrongly."""
+        """Find the decoder layers of any decoder-only model; reject models that depth decay would run incorrectly."""
         lm = unwrap(model)
         config = lm.config.get_text_config(decoder=True)
         name = type(lm).__name__
         if getattr(lm.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(f"{name} is an encoder-decoder model; depth decay works on decoder-only models")
         if not lm.can_generate():
-            raise UnsupportedModelError(f"{name} is no causal language model: it has no generate()")
+            raise UnsupportedModelError(f"{name} is not a causal language model: it has no generate()")
         num_layers = getattr(config, "num_hidden_layers", None)
         if not isinstance(num_layers, int) or num_layers < 1:
             raise UnsupportedModelError(f"{name}'s configuration does not say how many decoder layers it has")
@@ -112,7 +112,7 @@ class LayerStack:
 
     @functools.cached_property
     def attending(self) -> tuple[nn.Module, ...]:
-        """The modules that know their layer's index: those that call transformers' attention are among them."""
+        """The modules that know their layer's index, which include those that call transformers' attention."""
         return tuple(module for layer in self.layers for module in layer.modules() if _has_index(module))
 
     @functools.cached_property
@@ -123,21 +123,21 @@ class LayerStack:
 
     @functools.cached_property
     def config(self) -> Any:
-        """Of the language model, also where it is a part of something larger."""
+        """The language model's configuration, also if it is part of a larger model."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
     def caps_scores(self) -> bool:
-        """Whether attention puts a soft cap on its scores, as Gemma 2's does."""
+        """Whether attention soft-caps its scores, as in Gemma 2."""
         return getattr(self.config, "attn_logit_softcapping", None) is not None
 
     @property
     def takes_whole_masks(self) -> bool:
-        """Whether the model's forward hands what it is given for a mask, if that has four dimensions, to its attention.
+        """Whether the model's forward passes a four-dimensional mask through to its attention unchanged.
 
-        So do models that make their masks by transformers' common functions, where nothing else is read off the
-        padding, as positions are where they are learnt and biases where they stand for positions. Eager attention adds
-        masks to its scores; it is taken over only where scores are capped, which torch's cannot do.
+        Models do so if they build masks with transformers' common functions and derive nothing else from the padding,
+        as learnt positions and ALiBi biases do. Eager attention adds masks to its scores; it is replaced only where
+        scores are capped, which torch's attention cannot do.
         """
         config = self.config
         common = hasattr(sys.modules[type(self.owner).__module__], "create_causal_mask")
@@ -151,7 +151,7 @@ class LayerStack:
         return False
 
     def kept_shapes(self) -> list[KeptShape]:
-        """What each layer keeps, seen in a pass over one token where nobody has looked yet."""
+        """What each layer caches, found with a pass over one token on first use."""
         place = primary_device(self.model), self.model.dtype
         if place not in self._shapes:
             ids = torch.zeros((1, 1), dtype=torch.long, device=place[0])
@@ -163,9 +163,9 @@ class LayerStack:
 
     @contextlib.contextmanager
     def routed(self, layer_pass: LayerPass) -> Iterator[LayerPass]:
-        """While open, layers in `layer_pass.dropped` hand their input on; the pass may be changed between calls.
+        """While open, layers in `layer_pass.dropped` pass their input on; the pass may be changed between calls.
 
-        Every layer keeps its place and index: mixed models choose mask and rotary embedding by it.
+        Every layer keeps its position and index, by which mixed models choose mask and rotary embedding.
         """
         routes = [Patch(self._route(i, layer, layer_pass), layer.forward) for i, layer in enumerate(self.layers)]
         with replaced_each(self.layers, "forward", routes):
@@ -173,7 +173,7 @@ class LayerStack:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """For one pass: other threads wait, and a model that a block has claimed is refused."""
+        """For one pass: other threads wait, and a model claimed by a block is rejected."""
         with _LOCKS.setdefault(self.model, threading.RLock()):
             if self.model in _CLAIMED:
                 raise DepthDecayError(
@@ -183,11 +183,11 @@ class LayerStack:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """For a block of the user's code: nobody else may route this model's layers."""
+        """For a block of the user's code: no one else may route this model's layers."""
         with _LOCKS.setdefault(self.model, threading.RLock()):
             if self.model in _CLAIMED:
                 raise DepthDecayError(
-                    "this model is inside depthdecay.applied already; leave that block before entering another"
+                    "this model is already inside depthdecay.applied; leave that block before entering another"
                 )
             _CLAIMED.add(self.model)
         try:
@@ -207,7 +207,7 @@ class LayerStack:
     ) -> torch.Tensor:
         """The model's own forward over new tokens, with its layers routed; logits of the last `keep` of them.
 
-        Where `ask.short` is given the logits are those rows' only.
+        With `ask.short`, the logits cover only those rows of the LM head.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
         # Older architectures lack one or the other.
@@ -226,12 +226,12 @@ class LayerStack:
         return logits
 
     def _require_all_layers(self) -> None:
-        """Models loop over as many layers as their configuration says at the time."""
+        """Models loop over as many layers as their configuration currently says."""
         said = self.config.num_hidden_layers
         if said != self.num_layers:
             raise DepthDecayError(
-                f"the model's configuration says {said} layers now, of {self.num_layers} when this engine was made "
-                "(transformers' early exit leaves it so where it fails); set config.num_hidden_layers back"
+                f"the model's configuration now says {said} layers, but {self.num_layers} when this engine was created "
+                "(transformers' early exit leaves it so when it fails); restore config.num_hidden_layers"
             )
 
     def forward(self, **arguments: Any) -> Any:
@@ -239,11 +239,11 @@ class LayerStack:
 
     @functools.cached_property
     def forward_arguments(self) -> frozenset[str]:
-        """What the model's forward takes by name."""
+        """The parameter names of the model's forward."""
         return frozenset(inspect.signature(type(self.model).forward).parameters)
 
     def _route(self, index: int, layer: nn.Module, layer_pass: LayerPass) -> Forward:
-        forward = layer.forward  # may be an accelerate hook's: multi-GPU models go on working
+        forward = layer.forward  # may be an accelerate hook's, so multi-GPU models keep working
 
         def routed_forward(*args: Any, **kwargs: Any) -> Any:
             if index in layer_pass.dropped:
@@ -266,12 +266,12 @@ class LayerStack:
         return routed_forward
 
     def answer(self, index: int, hidden: torch.Tensor) -> Any:
-        """A state as this layer would return it: some layers return tuples, which shows when they first run."""
+        """A hidden state in the form this layer returns: some return tuples, which is learnt when they first run."""
         length = self._tuple_lengths.get(index, 0)
         return (hidden,) + (None,) * (length - 1) if length else hidden
 
     def examples(self) -> list[torch.Tensor]:
-        """A tensor of each layer's device and kind of numbers; packed weights are no numbers to compute in."""
+        """An empty tensor with each layer's device and compute dtype; packed weights do not count."""
         dtype = self.model.dtype
         found = []
         for layer in self.layers:
@@ -287,7 +287,7 @@ class LayerStack:
         return int(self.config.hidden_size)
 
     def gated_mlp(self, index: int) -> GatedMLP | None:
-        """The layer's gated MLP, where it is built as in Llama and its kin; None for any other kind."""
+        """The layer's gated MLP if it is built as in Llama; None for any other kind."""
         layer = self.layers[index]
         mlp, norm = getattr(layer, "mlp", None), getattr(layer, "post_attention_layernorm", None)
         parts: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -300,24 +300,24 @@ class LayerStack:
         return GatedMLP(gate, up, down, norm.weight)
 
     def layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights that one token reads in each layer (of a mixture's experts, those that it is routed to)."""
+        """Bytes of weights that one token reads in each layer (of experts, only those it is routed to)."""
         config = self.config
         return tuple(_weight_bytes(layer, config) for layer in self.layers)
 
     def head_bytes(self) -> int:
-        """Bytes read at every depth besides the layers: the output matrix. An input embedding reads one row only."""
+        """Bytes read at every depth besides the layers: the LM head. Of the input embedding, only one row is read."""
         head = self.model.get_output_embeddings()
         return _weight_bytes(head, self.model.config) if head is not None else 0
 
     def context_limit(self) -> int | None:
-        """How many positions the model knows, or None where it sets no bound."""
+        """The maximum number of positions, or None if the model sets no limit."""
         config = self.config
         limit = getattr(config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
 
 class _Watched(DynamicCache):
-    """A cache that notes what it is given."""
+    """A cache that records the shapes it is given."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -338,7 +338,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The one list of `num_layers` modules that attend, with the module that owns it."""
+    """The one list of `num_layers` modules with attention, and the module that owns it."""
     found: list[tuple[nn.Module, nn.ModuleList]] = []
     for owner in lm.modules():
         for child in owner.children():
@@ -347,7 +347,7 @@ def _find_layers(lm: PreTrainedModel, num_layers: int) -> tuple[nn.Module, tuple
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{type(lm).__name__} has {len(found)} lists of {num_layers} attention layers; "
-            "depth decay needs exactly one, and an architecture in which every layer attends"
+            "depth decay needs exactly one, and an architecture in which every layer has attention"
         )
     owner, layers = found[0]
     return owner, tuple(layers)
@@ -362,7 +362,7 @@ def _has_index(module: nn.Module) -> bool:
 
 
 def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, from the cache that transformers itself would build; other kinds of state are refused."""
+    """Each layer's window, from the cache that transformers itself would build; other kinds of state are rejected."""
     config = lm.config.get_text_config(decoder=True)
     name = type(lm).__name__
     if getattr(config, "num_kv_shared_layers", None):
@@ -372,12 +372,12 @@ def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None
         )
     if not takes_dynamic_cache(lm):
         raise UnsupportedModelError(
-            f"{name} keeps a state of its own instead of keys and values (recurrent or state-space)"
+            f"{name} keeps its own state instead of keys and values (recurrent or state-space)"
         )
     try:
         cache_layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError) as error:
-        raise UnsupportedModelError(f"{name} has a kind of layer that depth decay does not know: {error}") from error
+        raise UnsupportedModelError(f"{name} has a kind of layer that is not supported: {error}") from error
     windows: list[int | None] = []
     for index, cache_layer in enumerate(cache_layers):
         if type(cache_layer) is DynamicSlidingWindowLayer and "chunked" not in _layer_type(config, index):
@@ -391,7 +391,7 @@ def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None
                 "(no recurrent, state-space, chunked or indexed layers)"
             )
     if len(windows) != num_layers:
-        raise UnsupportedModelError(f"{name} caches keys and values in {len(windows)} of its {num_layers} layers only")
+        raise UnsupportedModelError(f"{name} caches keys and values in only {len(windows)} of its {num_layers} layers")
     return tuple(windows)
 
 
@@ -418,7 +418,7 @@ def require_eval(model: nn.Module) -> None:
 
 
 def primary_device(model: PreTrainedModel) -> torch.device:
-    """Where inputs go: the device of the input embedding (a model may be spread over several)."""
+    """The device for inputs: that of the input embedding (a model may be spread over several)."""
     embedding = model.get_input_embeddings()
     weight = getattr(embedding, "weight", None)
     return weight.device if weight is not None and weight.device.type != "meta" else model.device

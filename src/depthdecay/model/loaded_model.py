@@ -1,4 +1,4 @@
-"""A model as it was loaded: what an engine is opened with. Kept apart from loading, which an engine does not need."""
+"""A loaded model, from which an engine is created. Separate from loading, which an engine does not need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from depthdecay.model.weights_origin import WeightsOrigin
 
-Source = Literal["embedded", "gguf", "folder", "hub", "random"]  # random: made for a bench
+Source = Literal["embedded", "gguf", "folder", "hub", "random"]  # random: created for a benchmark
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode on its device; the tokenizer is None where the model ships none."""
+    """A model in evaluation mode on its device; the tokenizer is None if the model ships none."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -26,13 +26,13 @@ class LoadedModel:
 
     @property
     def shown_name(self) -> str:
-        """For files that others read: a whole path says where a model lies on this machine, which is nobody else's."""
+        """The name for published files: an absolute path is shortened, since it means nothing on other machines."""
         return Path(self.name).name if Path(self.name).is_absolute() else self.name
 
     def quantize_as_filed(self) -> str | None:
-        """How an engine reads the weights where nobody says: of the embedded model by its file's own blocks.
+        """An engine's default quantization: for the embedded model on a CPU, its file's own int4 blocks.
 
-        Those are the model itself, so nothing is lost; any other file is read in the numbers that it was loaded in.
+        Those are the model's original weights, so this is lossless. Any other file keeps the dtype it was loaded in.
         """
         on_cpu = self.source == "embedded" and self.model.device.type == "cpu"
         return "int4" if on_cpu and str(self.model.dtype) == "torch.float32" else None

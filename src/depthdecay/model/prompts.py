@@ -1,4 +1,4 @@
-"""Prompts in every form that people have them in, as token ids."""
+"""Convert prompts of every form to token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from depthdecay.model.control_tokens import control_tokens
 
 
 def as_batch(prompts: Any) -> list[Any]:
-    """The batch as a list; the rows of a tensor or an array are its prompts."""
+    """The batch as a list; each row of a tensor or an array is a prompt."""
     _refuse_mapping(prompts)
     try:
         batch = [] if prompts is None else list(plain(prompts))
@@ -25,7 +25,7 @@ def as_batch(prompts: Any) -> list[Any]:
 
 
 def token_ids(tokenizer: Any, prompt: Any, settings: dict[str, Any], vocabulary: int) -> list[int]:
-    """One prompt as token ids: text and conversations through the tokenizer, ids as they are."""
+    """One prompt as token ids: text and conversations are tokenized, ids are kept."""
     _refuse_mapping(prompt)
     prompt = plain(prompt)
     is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -59,7 +59,7 @@ def prompt_ids(
 ) -> list[int]:
     """A prompt's token ids: as a user's turn for chat models, as plain text for others or with `chat=False`.
 
-    Plain text may have control tokens: that is how a caller writes turns without the template.
+    Plain text may contain control tokens, so that callers can write turns without the template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat or (chat is None and has_template):
@@ -77,8 +77,8 @@ def chat_ids(
 ) -> list[int]:
     """The token ids of a conversation, up to where the assistant's next answer begins.
 
-    `control_tokens_in_content`: read `<|im_end|>` and the like in a message as the tokens that end or begin turns. Else
-    they are text, as anything in a message is, and only the template writes such tokens.
+    `control_tokens_in_content`: read `<|im_end|>` and the like in a message as the tokens that end or begin turns.
+    Otherwise they are text, like everything else in a message, and only the template writes such tokens.
     """
     if not getattr(_needed(tokenizer), "chat_template", None):
         raise DepthDecayError(
@@ -100,15 +100,15 @@ def chat_ids(
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
-    """A conversation as the chat template writes it, up to where the assistant's next answer begins."""
+    """A conversation rendered by the chat template, up to where the assistant's next answer begins."""
     return str(_templated(tokenizer, messages, tokenize=False))
 
 
 def _templated(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)
-    except Exception as error:  # a template is the model's own code: it may raise on purpose, or anything at all
-        raise DepthDecayError(f"the model's chat template refuses these messages: {one_line(error)}") from error
+    except Exception as error:  # a template is the model's own code: it may raise anything, also on purpose
+        raise DepthDecayError(f"the model's chat template rejects these messages: {one_line(error)}") from error
 
 
 def _require_text(name: str, text: Any) -> None:
@@ -118,20 +118,20 @@ def _require_text(name: str, text: Any) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DepthDecayError(
-            f"{name} has half a character (a lone surrogate) at position {error.start}; give text that UTF-8 can write"
+            f"{name} has a lone surrogate at position {error.start}; give text that UTF-8 can encode"
         ) from None
 
 
 def _needed(tokenizer: Any) -> Any:
     if tokenizer is None:
-        raise DepthDecayError("this model has no tokenizer, so it takes token ids only, not text")
+        raise DepthDecayError("this model has no tokenizer, so it takes only token ids, not text")
     return tokenizer
 
 
 def _whole_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, int):
         raise DepthDecayError(
-            f"a prompt is a list of token ids, got {prompt}; wrap the ids of a prompt in a list of its own: [[1, 2, 3]]"
+            f"a prompt is a list of token ids, got {prompt}; wrap each prompt's ids in a list of their own: [[1, 2, 3]]"
         )
     try:
         ids = [plain(token) for token in prompt]
@@ -143,10 +143,10 @@ def _whole_ids(prompt: Any) -> list[int]:
     if rows and len(ids) == 1:  # a batch of one, as tokenizers return it
         ids = list(rows[0])
     elif rows:
-        raise DepthDecayError(f"one prompt has {len(ids)} rows of token ids; pass every row as a prompt of its own")
+        raise DepthDecayError(f"one prompt has {len(ids)} rows of token ids; pass every row as its own prompt")
     odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int)), None)
     if odd is not None:
-        raise DepthDecayError(f"token ids are whole numbers, got {reprlib.repr(odd)}; text goes in as one string")
+        raise DepthDecayError(f"token ids are whole numbers, got {reprlib.repr(odd)}; pass text as one string")
     return [int(token) for token in ids]
 
 
@@ -156,10 +156,10 @@ def _refuse_mapping(given: Any) -> None:
     if "role" in given:
         raise DepthDecayError("a message was given as a prompt; a prompt is a list of messages: [[{...}, {...}]]")
     raise DepthDecayError(
-        f'a {type(given).__name__} is no prompt; pass its token ids, as in tokenizer("text")["input_ids"]'
+        f'a {type(given).__name__} is not a prompt; pass its token ids, as in tokenizer("text")["input_ids"]'
     )
 
 
 def plain(value: Any) -> Any:
-    """Tensors, arrays and numpy's numbers as Python's lists and numbers."""
+    """Tensors, arrays and numpy scalars as Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value

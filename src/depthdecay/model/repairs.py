@@ -1,4 +1,4 @@
-"""Repair maps: what runs in the place of dropped layers, one low-rank linear map for each run of them."""
+"""Repair maps, which replace dropped layers: one low-rank linear map for each run of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LONGEST_TEXT = 2**24
 
 
 def normalised(state: torch.Tensor) -> torch.Tensor:
-    """What maps are given: the state divided by the root of its mean square."""
+    """The input of repair maps: the hidden state divided by its root mean square."""
     scale = state.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
     return (state * scale).to(state.dtype)
 
 
 def gated(normal: torch.Tensor, gate: torch.Tensor, lift: torch.Tensor) -> torch.Tensor:
-    """What neurons of a gated MLP say about a normalised state."""
+    """The activations of gated MLP neurons for a normalised hidden state."""
     return functional.silu(functional.linear(normal, gate)) * functional.linear(normal, lift)
 
 
@@ -44,9 +44,9 @@ def repaired(
     lift: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The state behind a run of dropped layers, guessed from the state before it.
+    """The hidden state after a run of dropped layers, predicted from the state before it.
 
-    A low-rank linear map of the normalised state; and, where neurons were kept, a few of the dropped layers' own.
+    A low-rank linear map of the normalised state, plus a few of the dropped layers' own neurons where kept.
     """
     normal = normalised(hidden).to(down.dtype)
     guess = functional.linear(functional.linear(normal, down), up) + bias
@@ -63,7 +63,7 @@ def repaired_at_once(
     gate: torch.Tensor | None = None,
     lift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same with `up` and `out` side by side in `back`: one product less, and launches take longer than reads."""
+    """The same with `up` and `out` concatenated in `back`: one matmul fewer, and launches cost more than reads."""
     normal = normalised(hidden).to(down.dtype)
     inner = functional.linear(normal, down)
     if gate is not None and lift is not None:
@@ -73,7 +73,7 @@ def repaired_at_once(
 
 @dataclass(frozen=True, eq=False)
 class Repair:
-    """The map in the place of layers start to end (exclusive)."""
+    """The map that replaces layers `start` to `end` (exclusive)."""
 
     start: int
     end: int
@@ -86,13 +86,13 @@ class Repair:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """What `repaired` takes behind the state."""
+        """The arguments of `repaired` after the state."""
         parts = (self.down, self.up, self.bias, self.gate, self.lift, self.out)
         return tuple(part for part in parts if part is not None)
 
     @functools.cached_property
     def parts_at_once(self) -> tuple[torch.Tensor, ...]:
-        """What `repaired_at_once` takes behind the state; kept, since graphs read it."""
+        """The arguments of `repaired_at_once` after the state; cached, since graphs read them."""
         if self.gate is None or self.lift is None or self.out is None:
             return self.down, self.up, self.bias
         return self.down, torch.cat([self.up, self.out], dim=1), self.bias, self.gate, self.lift
@@ -120,31 +120,31 @@ class Repair:
 
 @dataclass(frozen=True, eq=False)
 class Repairs:
-    """The maps of every repaired depth. Depths may share a map where the layers before it are the same."""
+    """The maps of every repaired depth. Depths may share a map if the preceding layers are the same."""
 
     at_depth: Mapping[int, tuple[Repair, ...]] = field(default_factory=dict)
-    vocabulary: torch.Tensor | None = None  # tokens of the texts that the maps were fitted on
+    vocabulary: torch.Tensor | None = None  # tokens in the texts that the maps were fitted on
 
     def at(self, depth: int) -> dict[int, Repair]:
-        """The maps of one depth, by the layer in whose place each runs."""
+        """The maps of one depth, by the first layer that each replaces."""
         return {repair.start: repair for repair in self.at_depth.get(depth, ())}
 
     def parameters(self, depth: int) -> int:
-        """Numbers read by one token at this depth, besides the layers."""
+        """Parameters that one token reads at this depth, besides the layers."""
         return sum(repair.numel for repair in self.at_depth.get(depth, ()))
 
     def only(self, depths: set[int]) -> Repairs:
         return Repairs({depth: maps for depth, maps in self.at_depth.items() if depth in depths}, self.vocabulary)
 
     def placed(self, examples: Sequence[torch.Tensor]) -> Repairs:
-        """Every map on the device and in the precision of its layer's example."""
+        """Every map on the device and in the dtype of its layer's example."""
         every = {id(repair): repair for maps in self.at_depth.values() for repair in maps}
         moved = {key: r.to(examples[r.start].device, examples[r.start].dtype) for key, r in every.items()}
         at_depth = {depth: tuple(moved[id(r)] for r in maps) for depth, maps in self.at_depth.items()}
         return Repairs(at_depth, self.vocabulary)
 
     def check(self, plan: Plan, hidden_size: int) -> None:
-        """Refuse maps that do not belong to the plan's ladder or the model's width."""
+        """Reject maps that do not match the plan's ladder or the model's hidden size."""
         for depth, maps in self.at_depth.items():
             runs = runs_of(plan.dropped(depth)) if depth >= plan.ladder.min_layers else []
             found = [(repair.start, repair.end) for repair in maps]
@@ -195,16 +195,16 @@ class Repairs:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Repairs | None:
-        """What lies beside a loaded plan; None for a plan that has no repairs."""
+        """The repairs stored next to a loaded plan; None if the plan has none."""
         if plan.repairs is None:
             return None
         if plan.folder is None:
-            raise DepthDecayError("this plan's repairs lie in a file, but the plan was not loaded from one")
+            raise DepthDecayError("this plan's repairs are in a file, but the plan was not loaded from one")
         return cls.load(plan.folder / plan.repairs)
 
 
 def _parts_of(tensors: Mapping[str, torch.Tensor], *entry: Any) -> list[torch.Tensor]:
-    """One map's tensors by name: the linear part whole, and neurons whole or not at all, shapes that fit."""
+    """One map's tensors, checked: the linear part is complete, neurons are complete or absent, and shapes fit."""
     if not all(type(value) is int for value in entry):
         raise ValueError(f"an entry of its table is {entry}")
     number = entry[2]
@@ -221,7 +221,7 @@ def _parts_of(tensors: Mapping[str, torch.Tensor], *entry: Any) -> list[torch.Te
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """In half the bytes where nothing is lost by it: maps of 32-bit models are rounded when they are fitted."""
+    """In 16 bits where that is lossless: maps of float32 models are rounded when they are fitted."""
     if tensor.dtype != torch.float32:
         return tensor
     half = tensor.half()
@@ -229,7 +229,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def repairs_for(stack: LayerStack, plan: Plan | None, repairs: Repairs | None = None) -> Repairs:
-    """The plan's maps, checked, each in the place and precision of the layer that it stands for."""
+    """The plan's maps, checked, each on the device and in the dtype of the layer that it replaces."""
     if plan is None:
         return Repairs()
     found = Repairs.of_plan(plan) if repairs is None else repairs
@@ -240,5 +240,5 @@ def repairs_for(stack: LayerStack, plan: Plan | None, repairs: Repairs | None = 
 
 
 def reached_depths(plan: Plan) -> tuple[int, ...]:
-    """Every depth below full that the plan visits, however long the text."""
+    """Every depth below full that the plan ever reaches."""
     return tuple(depth for depth in plan.visited_depths(_LONGEST_TEXT) if depth < plan.num_layers)

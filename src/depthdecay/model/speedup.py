@@ -1,4 +1,4 @@
-"""A plan at a speed-up, with its maps counted; and plans that lie beside another."""
+"""Reschedule a plan for a given speed-up, counting the cost of its repair maps."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def plan_at_speedup(
 ) -> Plan:
     """The plan's ladder and repairs with another schedule: the slowest decay that reaches this layer speed-up.
 
-    Repair maps count as the layers that they weigh, so a repaired plan executes fewer layers than a plain one. The
-    plan's own warm-up and least depth are kept where not given; where they stand in the way of the speed-up, the least
-    depth becomes the ladder's.
+    Repair maps count as layers of equal size, so a repaired plan executes fewer layers than a plain one. The plan's own
+    warm-up and minimum depth apply by default; if they prevent the speed-up, the ladder's minimum depth is used.
     """
     own = plan.schedule if isinstance(plan.schedule, PowerSchedule) else None
     if warmup_tokens is None:
@@ -50,7 +49,7 @@ def plan_at_speedup(
         )
 
     def made(asked: Fraction) -> Plan:
-        units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than asked
+        units = -(-asked.numerator * 10**6 // asked.denominator)  # rounded up: never less than requested
         alpha = solve_alpha(plan.num_layers, Decimal(units).scaleb(-6), over_tokens, warmup_tokens, lowest)
         return replace(
             plan, schedule=PowerSchedule(plan.num_layers, alpha, warmup_tokens, lowest, over_tokens), rule="decay"
@@ -62,7 +61,7 @@ def plan_at_speedup(
     candidate = made(wanted)
     if reached(candidate) >= wanted:
         return candidate
-    # Maps cost something, so more decay is asked for, up to the most that the ladder has, until the sum fits.
+    # Maps cost something, so request more decay, up to the ladder's maximum, until the total fits.
     low, high = wanted, Fraction(plan.num_layers * over_tokens, plan.num_layers + lowest * (over_tokens - 1))
     high = max(low, Fraction(int(high * 10**6), 10**6))
     try:
@@ -72,7 +71,7 @@ def plan_at_speedup(
     if reached(best) < wanted:
         raise DepthDecayError(
             f"a speed-up of {float(wanted):g} over {over_tokens} tokens cannot be reached with this plan's ladder, "
-            f"which goes down to {lowest} layers and whose repairs cost something too"
+            f"which goes down to {lowest} layers and whose repairs add to the cost"
         )
     for _ in range(24):
         middle = (low + high) / 2
@@ -85,7 +84,7 @@ def plan_at_speedup(
 
 
 def _most(made: Callable[[Fraction], Plan], low: Fraction, high: Fraction) -> tuple[Plan, Fraction]:
-    """The most decay that can be made between two that are asked for; the lower can."""
+    """The largest decay between `low`, which is feasible, and `high` that is feasible."""
     best = made(low)
     for _ in range(30):
         middle = (low + high) / 2

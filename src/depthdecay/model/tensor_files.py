@@ -1,4 +1,4 @@
-"""Files of tensors beside a plan: written whole, and read back only where they are what they say."""
+"""Tensor files next to a plan: written atomically, validated when read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Made = TypeVar("Made")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str], what: str) -> Path:
-    """One safetensors file. `what`: the plan's own name for it, for an error."""
+    """Write one safetensors file. `what`: the plan's name for it, for error messages."""
     from safetensors.torch import save
 
     try:
@@ -31,21 +31,21 @@ def read_tensors(
     what: str,
     make: Callable[[dict[str, torch.Tensor], dict[str, Any]], Made],
 ) -> Made:
-    """What `make` makes of a file's tensors and of what it says about them; `kind`: its format and version."""
+    """`make` applied to a file's tensors and metadata; `kind`: the expected format and version."""
     from safetensors import safe_open
 
     try:
         with safe_open(file, "pt") as content:
             about: dict[str, Any] = content.metadata() or {}
             if (about.get("format"), about.get("version")) != kind:
-                raise DepthDecayError(f"{file} holds no {what} that this release reads")
+                raise DepthDecayError(f"{file} holds no {what} that this release can read")
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-            raise DepthDecayError(f"{file} holds numbers that are not finite")
+            raise DepthDecayError(f"{file} contains values that are not finite")
         return make(tensors, about)
     except DepthDecayError:
         raise
     except FileNotFoundError:
-        raise DepthDecayError(f"there is no {file}, where the plan's {what} should lie") from None
+        raise DepthDecayError(f"there is no {file}, where the plan's {what} should be") from None
     except Exception as error:
         raise DepthDecayError(f"{file} cannot be read as {what}: {one_line(error)}") from None
