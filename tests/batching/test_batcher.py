@@ -275,7 +275,7 @@ def test_room_is_bounded_by_what_can_be_used_and_by_what_there_is() -> None:
     generous = Batcher(engine, BatchSettings(max_batch=2, max_positions=64, cache_bytes=10**18))
     a_block = generous.blocks.stores[0].block_bytes * LAYERS
     assert generous.usage().total == 2 * 64 // BLOCK * a_block
-    with pytest.raises(DepthDecayError, match="do not fit into the memory of cpu"):
+    with pytest.raises(DepthDecayError, match="does not fit into the memory of cpu"):
         Store(engine.stack.kept_shapes()[0], 10**12)
 
 

@@ -1,4 +1,4 @@
-"""States behind layers, handed out of every way to run a pass alike."""
+"""Every runner returns the same hidden states after layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompts() -> list[Part]:
 
 
 def later() -> list[Part]:
-    """A verification at full depth, and a token of each other text at the plan's."""
+    """A verification at full depth, and one token of each other text at the plan's depth."""
     first, *others = PROMPTS
     return [
         Part(0, len(first), [7, 8, 9], LAYERS, PLAN, wanted=3),
@@ -49,7 +49,7 @@ def test_they_are_the_model_s_own(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_a_compiled_call_hands_out_the_same(architecture: str) -> None:
-    """Whatever the depth, with maps in the place of layers; and says what it says when nobody asks."""
+    """At any depth, with repair maps replacing layers; requesting states does not change the logits."""
     engine = dd.Engine(tiny_model(architecture), plan=PLAN)
     if not engine.stack.has_compiled_pass:
         pytest.skip("no compiled pass here")

@@ -1,1 +1,1 @@
-"""How a pass runs: one contract (`contract`) for prompts, steps, drafts and checks, and the ways that serve it."""
+"""How a pass runs: one contract (`contract`) for prefill, decode steps, drafts and verification, and its runners."""

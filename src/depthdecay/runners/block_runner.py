@@ -1,4 +1,4 @@
-"""The fastest way there is to run a pass over keys and values in blocks, and what is left where that one fails."""
+"""Run a pass over a blocked KV cache in the fastest available way, with fallbacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from depthdecay.cuda.layer_graphs import LayerGraphs
 
 Found = TypeVar("Found")
-MOST_IN_STEPS = 256  # of a prompt's tokens: where bits must be its own, a longer piece has a pass to itself
-INEXACT = "rows of a batch share their products, which round by how many rows there are"
+MOST_IN_STEPS = 256  # prompt tokens: in exact mode, a longer chunk gets a pass of its own
+INEXACT = "rows of a batch share their matmuls, whose rounding depends on the number of rows"
 
 
 class BlockRunner:
-    """A `Runner`: compiled calls on a CPU, graphs on CUDA, else (and for many tokens) the model's own forward."""
+    """A `Runner`: compiled calls on a CPU, graphs on CUDA, otherwise (and for many tokens) the model's own forward."""
 
     def __init__(self, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack = stack
@@ -38,14 +38,14 @@ class BlockRunner:
             self.compiled = CompiledRows.of(stack, blocks, repairs)
 
     def use_graphs(self, compiled: CompiledLayers | None, tokens: int) -> None:
-        """Run passes over at most so many tokens as CUDA graphs of their layers."""
+        """Run passes over at most `tokens` tokens as CUDA graphs of their layers."""
         from depthdecay.cuda.layer_graphs import LayerGraphs
 
         self.compiled = None
         self.graphs = LayerGraphs(self.stack, self.blocks, self.repairs, tokens, compiled)
 
     def use_exact_graphs(self, compiled: CompiledLayers, tokens: int) -> None:
-        """The same, with bits of every row that do not depend on the others, and no other way beside it."""
+        """The same with batch-invariant results, and without a fallback."""
         from depthdecay.cuda.exact_layer_graphs import ExactLayerGraphs
 
         self.compiled = None
@@ -61,7 +61,7 @@ class BlockRunner:
 
     @property
     def inexact(self) -> str | None:
-        """Why a token's bits may depend on what runs with it; None where they do not."""
+        """Why results may depend on what else is in the pass; None if they are batch-invariant."""
         return None if self._exact_graphs is not None else INEXACT
 
     @property
@@ -84,15 +84,15 @@ class BlockRunner:
         return self.forward.run(parts, ask)
 
     def capture_ahead(self) -> None:
-        """Capture what steps will need, where they run as graphs."""
+        """Capture the graphs that decode steps will need, if any."""
         if self._exact_graphs is not None:
             _or_refused(self._exact_graphs.capture_layers)
         elif self.graphs is not None:
             self._attempt(self.graphs.capture_layers)
 
     def _exactly(self, graphs: LayerGraphs, parts: Sequence[Part], tokens: int, ask: Ask) -> Said:
-        """By graphs, or not at all, but for a long piece of one prompt: alone in its pass, that has the same shapes and
-        so the same bits whatever else is in the batch."""
+        """Run with graphs or fail. The exception is a long chunk of one prompt: alone in its pass, it has the same
+        shapes, and so bitwise identical results, whatever else is in the batch."""
         if len(parts) == 1 and tokens > MOST_IN_STEPS:
             return self.forward.run(parts, ask)
         if not graphs.takes(tokens):
@@ -100,13 +100,13 @@ class BlockRunner:
         return _or_refused(lambda: self._compared(graphs, parts, ask))
 
     def _by_graphs(self, parts: Sequence[Part], ask: Ask) -> Said | None:
-        """None where the pass has to run eagerly."""
+        """None if the pass has to run eagerly."""
         graphs = self.graphs
         assert graphs is not None
         return self._attempt(lambda: self._compared(graphs, parts, ask))
 
     def _compared(self, graphs: LayerGraphs, parts: Sequence[Part], ask: Ask) -> Said:
-        """A pass by graphs; the first one is held against an eager pass."""
+        """A pass with graphs; the first one is compared with an eager pass."""
         from depthdecay.cuda.capture_or_fallback import require_alike
 
         said = graphs.run(parts, ask)
@@ -125,10 +125,10 @@ class BlockRunner:
 
 
 def _or_refused(run: Callable[[], Found]) -> Found:
-    """For exact passes there is no other way to run."""
+    """Exact passes have no fallback."""
     try:
         return run()
     except NotCapturable as error:
         raise DepthDecayError(
-            f"answers cannot be exact here, since layers cannot run compiled and as CUDA graphs: {one_line(error)}"
+            f"answers cannot be exact here, since layers cannot be compiled and run as CUDA graphs: {one_line(error)}"
         ) from error

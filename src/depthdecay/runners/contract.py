@@ -1,7 +1,7 @@
-"""What a pass is given and what it says: the one contract behind every way to run one.
+"""The input and output of a pass: the contract that every runner implements.
 
-A prompt, a decoding step, a draft and the verification of drafts are all parts: tokens of a text that follow so many
-positions, to run at a depth. `Runner.run` takes the parts of a pass and gives what the model says behind them.
+A prompt, a decode step, a draft and the verification of drafts are all parts: tokens of a text that follow `length`
+positions, to run at a depth. `Runner.run` takes the parts of a pass and returns the model's output for them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from depthdecay.model.layers import LayerPass
     from depthdecay.speculative.short_head import ShortHead
 
-FED = (0,)  # a part's one token where only the device knows it yet
+FED = (0,)  # placeholder for a part's one token if it is only on the device
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one text brings to a pass: tokens that follow `length` positions, to run at a depth of its plan."""
+    """One text's share of a pass: tokens that follow `length` positions, to run at a depth of its plan."""
 
     slot: int
     length: int
     tokens: Sequence[int]
     depth: int
     plan: Plan
-    wanted: int = 1  # logits behind so many of its last tokens
+    wanted: int = 1  # return logits for this many of its last tokens
 
     @property
     def end(self) -> int:
         return self.length + len(self.tokens)
 
     def singly(self) -> list[Part]:
-        """A part for each token; keys are written before any of them looks, and each sees its own positions only."""
+        """A part for each token. All keys are written before any token attends; each sees only its own positions."""
         first = len(self.tokens) - self.wanted
         return [
             Part(self.slot, self.length + place, [token], self.depth, self.plan, int(place >= first))
@@ -47,17 +47,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a pass is given and asked for besides its parts."""
+    """A pass's other inputs and requested outputs, besides its parts."""
 
-    fed: torch.Tensor | None = None  # on the device, the one token of each part, where the parts only have `FED`
-    # Rows of the output matrix that are enough. A way to run passes that cannot leave the others out says so by `ids`.
+    fed: torch.Tensor | None = None  # on the device, the one token of each part, if the parts only have `FED`
+    # Rows of the LM head that are enough. A runner that cannot skip the others returns no `ids`.
     short: ShortHead | None = None
-    states: tuple[int, ...] = ()  # layers behind which the state of every token is wanted
-    logits: bool = True  # False: only states are wanted, and the model's own forward leaves its output matrix out
+    states: tuple[int, ...] = ()  # layers whose output hidden states are requested for every token
+    logits: bool = True  # False: only states are needed, and the model's own forward skips the LM head
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tells captured passes apart that do the same but for this."""
+        """The part of a captured pass's key that depends on what is requested."""
         return (*self.states, self.logits)
 
 
@@ -66,14 +66,14 @@ PLAIN = Ask()
 
 @dataclass(frozen=True)
 class Said:
-    """What a pass brought."""
+    """The output of a pass."""
 
-    logits: torch.Tensor  # (tokens wanted of all parts in order, vocabulary)
-    tokens_run: Sequence[int]  # by layer, how many tokens ran it: counted where they run, never estimated
-    ids: torch.Tensor | None = None  # which tokens the logits are of, where these are not the whole vocabulary
-    likeliest: torch.Tensor | None = None  # the greedy choices, where the pass itself has made and fed them
-    # By layer that was asked for, what it handed on: (tokens of all parts in order, hidden). Behind a dropped layer it
-    # is the state that goes on in its place. The next pass may write over them.
+    logits: torch.Tensor  # (wanted tokens of all parts in order, vocabulary)
+    tokens_run: Sequence[int]  # per layer, how many tokens ran it: counted where they run, never estimated
+    ids: torch.Tensor | None = None  # the tokens that the logits cover, if not the whole vocabulary
+    likeliest: torch.Tensor | None = None  # the greedy choices, if the pass itself made and fed them
+    # Per requested layer, its output: (tokens of all parts in order, hidden). For a dropped layer, the state that
+    # replaces its output. The next pass may overwrite them.
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -86,7 +86,7 @@ class Said:
         tokens_run: Sequence[int],
         likeliest: torch.Tensor | None = None,
     ) -> Said:
-        """What the model's own forward brought, in which the tokens of each part are the last ones of a row."""
+        """The output of the model's own forward, in which each part's tokens are the last ones of a row."""
         states = {}
         for layer in ask.states:
             rows = layer_pass.states[layer]
@@ -99,22 +99,22 @@ class Said:
 
 
 class Runner(Protocol):
-    """Runs passes over the keys and values of some texts."""
+    """Runs passes over the KV cache of some texts."""
 
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
-        """One pass over parts in the order of their depths, deepest first."""
+        """One pass over parts sorted by depth, deepest first."""
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of all texts."""
+        """Size of the KV cache of all texts."""
 
     @property
     def cache_bytes_uniform(self) -> int:
-        """The same, had every layer as much room as the one that has most."""
+        """The same if every layer were as large as the largest."""
 
     @property
     def inexact(self) -> str | None:
-        """Why a token's bits may depend on how many run with it; None where they do not."""
+        """Why results may depend on what else is in the pass; None if they are batch-invariant."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Profile:
         for part in parts:
             first, held = segments.get(part.depth, (row, 0))
             segments[part.depth] = first, held + len(part.tokens)
-            plans[part.depth] = part.plan  # ladders are nested, so any plan names the same layers
+            plans[part.depth] = part.plan  # one ladder, so any plan has the same layers at this depth
             row += len(part.tokens)
         assert list(segments) == sorted(segments, reverse=True)
         for depth, (_, held) in segments.items():
@@ -144,7 +144,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of all parts one behind the other, and where each stands; `wanted` are the places of those wanted."""
+    """The tokens of all parts, concatenated, with their positions; `wanted` are the indices of those with logits."""
 
     ids: list[int]
     positions: list[int]

@@ -1,7 +1,7 @@
 """Passes through the model's own forward: every architecture, every device, texts at different positions and depths.
 
-Every text ends in the last column, as in a batch that is padded on the left. So transformers' own masks, also those of
-sliding windows, are right for all of them, and none is copied here.
+Every text ends in the last column, as in a left-padded batch. So transformers' own masks, including those of sliding
+windows, are right for all of them, and no mask code is copied here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ForwardRunner:
-    """Keys and values lie in blocks, and are gathered for each layer unless a lone text's lie in one stretch."""
+    """Keys and values are in blocks, gathered for each layer unless a single text's are contiguous."""
 
     def __init__(self, stack: LayerStack, blocks: KVBlocks, repairs: Repairs) -> None:
         self.stack = stack
@@ -34,7 +34,7 @@ class ForwardRunner:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
-        if len(parts) > 1 and any(part.wanted > 1 for part in parts):  # as one part, it would make the others wider
+        if len(parts) > 1 and any(part.wanted > 1 for part in parts):  # as one part, it would pad the others
             parts = [single for part in parts for single in (part.singly() if part.wanted > 1 else [part])]
         device = primary_device(self.stack.model)
         self.cache.columns = columns = Columns(parts, self.blocks, device)
@@ -56,7 +56,7 @@ class ForwardRunner:
 
 
 class Columns:
-    """Where the texts of a pass lie: which column holds which position, and where in the blocks that is."""
+    """The layout of a pass: which column holds which position, and where that is in the blocks."""
 
     def __init__(self, parts: Sequence[Part], blocks: KVBlocks, device: torch.device) -> None:
         self.blocks = blocks
@@ -71,16 +71,16 @@ class Columns:
         alike = len({part.end for part in parts}) == 1
         self.mask = None if alike else self.is_text.long().to(device)
         self.position_ids = self.positions[:, self.width - self.queries :].clamp(min=0).to(device)
-        # A text with fewer new tokens than others fills up with columns that are not written anywhere.
+        # A text with fewer new tokens than others is padded with columns that are not written to the cache.
         is_new = torch.arange(self.queries) >= (self.queries - counts).unsqueeze(1)
         self.is_new = None if bool(is_new.all()) else is_new.to(device)
 
     def stretch(self, layer: int) -> int | None:
-        """Where the only text begins in the layer's store, if its blocks lie in one stretch."""
+        """Where a single text begins in the layer's store, if its blocks are contiguous."""
         return self.blocks.stretches.get((layer, self.slots[0])) if len(self.slots) == 1 else None
 
     def places(self, layer: int, rows: int, first: int) -> torch.Tensor:
-        """Where the columns from `first` on of the first rows lie in the layer's store."""
+        """Indices in the layer's store of the first rows' columns from `first` on."""
         table, block, offset = self._within
         places = torch.gather(table[layer, :rows], 1, block[:rows, first:])
         return places.mul_(BLOCK).add_(offset[:rows, first:])
@@ -93,7 +93,7 @@ class Columns:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's blocks behind transformers' cache contract, for the first rows of a pass."""
+    """One layer's blocks as a transformers cache layer, for the first rows of a pass."""
 
     is_croppable = False
 
@@ -150,7 +150,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """A transformers cache over blocks, for whatever texts the pass at hand has."""
+    """A transformers cache over blocks, for the texts of the current pass."""
 
     columns: Columns
 
@@ -164,7 +164,7 @@ class RaggedCache(Cache):
 
 
 class RaggedPass:
-    """Parts sorted by depth, deepest first: as ladders are nested, every layer works on the first so many of them."""
+    """Parts sorted by depth, deepest first. Since ladders are nested, every layer runs on the first few of them."""
 
     def __init__(self, parts: Sequence[Part], repairs: Repairs) -> None:
         depths = [part.depth for part in parts]
@@ -178,7 +178,7 @@ class RaggedPass:
                 self.rows_of[layer] += 1
         self.segments = _segments(depths)
         self.maps = {depth: repairs.at(depth) for depth in set(depths)}
-        self.tokens_run = [0] * layers  # of each layer, counted where they run
+        self.tokens_run = [0] * layers  # per layer, counted where they run
         self.tokens_of_first = list(itertools.accumulate((len(part.tokens) for part in parts), initial=0))
         idle = frozenset(layer for layer, rows in enumerate(self.rows_of) if rows == 0)
         maps = {layer: self._maps_behind(layer, 0) for layer in idle}
@@ -199,7 +199,7 @@ class RaggedPass:
         return torch.cat([output, rest])
 
     def _maps_behind(self, layer: int, count: int) -> Map:
-        """What rows from `count` on get in the place of this layer: rows of one depth share a repair map."""
+        """What replaces this layer for rows from `count` on; rows of one depth share a repair map."""
         work = [
             (start, end, self.maps[depth][layer])
             for start, end, depth in self.segments
@@ -218,7 +218,7 @@ class RaggedPass:
 
 
 def _segments(depths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first row, behind the last, depth) for each run of equal depths."""
+    """(first row, last row + 1, depth) for each run of equal depths."""
     segments: list[tuple[int, int, int]] = []
     for row, depth in enumerate(depths):
         if segments and segments[-1][2] == depth:
@@ -229,7 +229,7 @@ def _segments(depths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def first_rows(value: Any, count: int, rows: int) -> Any:
-    """The first rows of whatever a layer is given: states, masks, rotary embeddings, alone or in tuples."""
+    """The first rows of any layer argument: hidden states, masks, rotary embeddings, alone or in containers."""
     if isinstance(value, torch.Tensor):
         return value[:count] if value.dim() > 0 and value.shape[0] == rows else value
     if type(value) in (tuple, list):
