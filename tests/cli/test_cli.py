@@ -305,7 +305,7 @@ def test_cuda_where_there_is_none(tiny: str) -> None:
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    assert "put its tokenizer.json beside the weights" in refused("generate", "hi", "-m", str(tmp_path))
+    assert "put its tokenizer.json next to the weights" in refused("generate", "hi", "-m", str(tmp_path))
 
 
 def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The engine against transformers' generate and against a plain, slow reference."""
+"""The engine, compared with transformers' generate and with a plain, slow reference."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_eos_ends_a_row_and_is_part_of_it() -> None:
     assert len(results[0].depths) == first + 1
     for result, row in zip(results, generate(model, PROMPTS, 24), strict=True):
         assert row[: len(result.token_ids)] == result.token_ids
-        assert all(token == 0 for token in row[len(result.token_ids) :])  # generate pads what has ended
+        assert all(token == 0 for token in row[len(result.token_ids) :])  # generate pads finished rows
 
 
 def test_settings_come_from_the_generation_config() -> None:
@@ -221,7 +221,7 @@ def test_a_model_put_into_training_later_is_refused() -> None:
 
 
 class Letters:
-    """A tokenizer of single letters, enough to stream."""
+    """A tokenizer with one token per letter, enough to stream."""
 
     chat_template = None
 
@@ -256,7 +256,7 @@ def test_streams_may_interleave_and_leave_gradients_alone() -> None:
 
 
 class Int8Linear(torch.nn.Module):
-    """Weights in 8 bits with a scale per row, as weight-only quantisation back-ends keep them."""
+    """8-bit weights with a scale per row, as in weight-only quantization back-ends."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()

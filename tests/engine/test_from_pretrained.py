@@ -1,4 +1,4 @@
-"""The library opens a model as its command line does: weights, plan, drafter, mode."""
+"""The library opens a model the same way as the command line: weights, plan, drafter, mode."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_loaded_model_brings_its_tokenizer_bits_and_drafter(cache: Path) -> No
     assert engine.tokenizer is loaded.tokenizer
     assert engine.plan is None
     assert engine.drafting_plan == dd.Plan.load(EMBEDDED_PLAN)
-    assert getattr(engine.stack, "rounded", None) is not None  # the file's own 4 bits
+    assert getattr(engine.stack, "rounded", None) is not None  # the file's own 4-bit blocks
     assert engine.generate(PROMPT, 8)[0].token_ids == dd.Engine.from_pretrained().generate(PROMPT, 8)[0].token_ids
 
 

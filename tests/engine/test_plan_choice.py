@@ -1,4 +1,4 @@
-"""Which plan an engine decodes by, from what was asked for and from what is there already."""
+"""Which plan an engine uses, given the request and the stored plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from depthdecay.plan.file import EMBEDDED_MODEL, EMBEDDED_PLAN
 
 @pytest.fixture(scope="module")
 def smollm2() -> LayerStack:
-    """The embedded model without its weights: its shape is enough to choose a plan."""
+    """The embedded model without weights: its shape is enough to choose a plan."""
     shape = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     with torch.device("meta"):
         return LayerStack.of(LlamaForCausalLM(LlamaConfig(num_hidden_layers=30, vocab_size=64, **shape)))
@@ -42,7 +42,7 @@ def test_a_speed_up_of_the_embedded_model_takes_its_calibrated_plan(smollm2: Lay
 
 
 def test_a_speed_up_of_a_calibrated_plan_is_over_its_own_horizon(smollm2: LayerStack) -> None:
-    """However short the answer: a few tokens at full depth must not make the plan look too slow."""
+    """However short the answer, a few tokens at full depth must not make the plan look too slow."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         short = DepthSettings(speedup="1.1", new_tokens=16).choose(smollm2, EMBEDDED_MODEL)
@@ -55,7 +55,7 @@ def test_a_speed_up_of_a_calibrated_plan_is_over_its_own_horizon(smollm2: LayerS
 
 
 def test_what_no_calibrated_plan_reaches_is_guessed_with_a_warning(smollm2: LayerStack) -> None:
-    with pytest.warns(UserWarning, match="does not go as far as 2x"):
+    with pytest.warns(UserWarning, match="does not reach 2x"):
         guessed = DepthSettings(speedup="2").choose(smollm2, EMBEDDED_MODEL)
     assert guessed is not None
     assert guessed.repairs is None

@@ -1,4 +1,4 @@
-"""What a request accepts, what it takes from the model's generation_config, and how it refuses the rest."""
+"""What a request accepts, what it takes from the model's generation_config, and how it rejects the rest."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def refused(engine: dd.Engine, prompts: Any = (IDS,), max_new_tokens: Any = None
 
 
 def engine_with(tokenizer: Any = None, **generation: Any) -> dd.Engine:
-    """An engine whose model has these settings of its own, sensible or not."""
+    """An engine whose model's generation_config has these settings, valid or not."""
     model = tiny_model()
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)
     for name, value in generation.items():
-        setattr(model.generation_config, name, value)  # past transformers' own checks, as from an old file
+        setattr(model.generation_config, name, value)  # bypasses transformers' own checks, as an old file does
     return dd.Engine(model, tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""How tokens are picked: by noise of seed, sequence and token index alone, and by OpenAI's penalties and biases."""
+"""Sampling: noise depends only on seed, sequence and token index; OpenAI's penalties and biases apply."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "top_k": 0}
     "settings", [{"top_p": 0.6}, {"top_k": 7, "min_p": 0.05}, {"logit_bias": {3: 4.0}}, {"repetition_penalty": 1.5}]
 )
 def test_groups_of_a_fixed_size_pick_the_same_tokens(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any number of rows, and processors that read no text see so many rows every time."""
+    """For any number of rows, processors that read no text always see the same number of rows."""
     engine = dd.Engine(tiny_model(), None)
     request = prepare_request(engine, [[5, 6, 7]], 9, {"do_sample": True, "temperature": 1.3, "seed": 1, **settings})
     ids = torch.tensor([[5, 6, 7]])
@@ -106,7 +106,7 @@ def test_groups_of_a_fixed_size_pick_the_same_tokens(settings: dict[str, Any], m
 def by_hand(
     model: Any, plan: dd.Plan, prompt: list[int], tokens: int, asked: dict[str, Any], *, sampled: bool
 ) -> list[int]:
-    """As OpenAI's API says it: what the answer has so far is counted, its prompt is not."""
+    """As OpenAI's API defines it: tokens in the answer so far count, those in the prompt do not."""
     keys = step_keys(sequence_keys(SAMPLED["seed"], [prompt]), tokens, torch.device("cpu"))
     noise = gumbel_noise(keys[0], VOCABULARY)
     answer: list[int] = []
@@ -141,7 +141,7 @@ def test_penalties_and_biases_in_every_mode_alone_and_in_company(
     }
     expected["lossless"] = expected["full"]
     plain = engine.generate(TEXTS, 24, mode="full", **drawn)
-    assert [result.token_ids for result in plain] != expected["full"]  # there is something to see
+    assert [result.token_ids for result in plain] != expected["full"]  # the settings have an effect
     for prompt, answer in zip(TEXTS, expected["full"], strict=True):
         windows.knows(prompt, answer)
     for mode, answers in expected.items():
@@ -154,7 +154,7 @@ def test_penalties_and_biases_in_every_mode_alone_and_in_company(
 
 @pytest.mark.parametrize("mode", ["full", "decay", "lossless"])
 def test_rows_with_other_penalties_and_biases_do_not_mix(mode: str, windows: Windows) -> None:
-    """One prompt, every kind of setting, in one batch whose rows come one after the other."""
+    """One prompt with every kind of setting, in one batch whose rows arrive one after the other."""
     model, plan = tiny_model(), PLAN if mode == "decay" else None
     engine = dd.Engine(model, None, PLAN)
     batcher = Batcher(engine, BatchSettings(max_batch=12, prefill_tokens=6, cohort_seconds=0))
@@ -170,7 +170,7 @@ def test_rows_with_other_penalties_and_biases_do_not_mix(mode: str, windows: Win
     for update in run_dry(batcher):
         said[update.id].append(update.token)
     assert list(said.values()) == expected
-    assert mode != "lossless" or batcher.counters.accepted > 0  # rows that are only biased draft
+    assert mode != "lossless" or batcher.counters.accepted > 0  # rows with only a bias still draft
 
 
 def test_a_tokens_score_falls_by_its_count_and_once() -> None:

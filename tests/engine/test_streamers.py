@@ -1,4 +1,4 @@
-"""transformers' streamers and generation_config in Engine.generate: as in transformers' own generate."""
+"""transformers' streamers and generation_config in Engine.generate work as in transformers' own generate."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_generation_config_stands_over_the_models_own() -> None:
     assert len(result.token_ids) == 9
     before = model.generation_config.to_dict()
     (shorter,) = engine.generate(PROMPTS[:1], 3, generation_config=given, repetition_penalty=1.0)
-    assert len(shorter.token_ids) == 3  # what the call says stands over both
+    assert len(shorter.token_ids) == 3  # the call's own arguments override both
     assert model.generation_config.to_dict() == before
 
 

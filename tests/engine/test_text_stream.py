@@ -12,7 +12,7 @@ from depthdecay.engine.text_stream import TextStream
 
 
 class Bytes:
-    """A tokenizer of single bytes; 256 is special. Incomplete characters decode to U+FFFD, as with real ones."""
+    """A byte tokenizer; 256 is special. Incomplete characters decode to U+FFFD, as with real tokenizers."""
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -1,1 +1,1 @@
-"""Decoding on one machine: a request, its passes, the tokens picked, the answer and its account."""
+"""Decoding on one machine: a request, its passes, sampling, and the result with its statistics."""

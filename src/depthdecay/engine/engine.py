@@ -1,4 +1,4 @@
-"""The fast path: prefill, decode by plan, stream text. `Engine(model, tokenizer, plan).generate(prompts)`."""
+"""The fast path: prefill, decode with a plan, stream text. `Engine(model, tokenizer, plan).generate(prompts)`."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("depthdecay")
 NO_TOKENIZER = (
-    "the model came without a tokenizer, which text needs; put its tokenizer.json beside the weights, or in Python "
-    "give Engine(model, tokenizer, plan) one"
+    "the model came without a tokenizer, which text needs; put its tokenizer.json next to the weights, or in Python "
+    "pass one to Engine(model, tokenizer, plan)"
 )
-PREFILL_TOKENS = 2048  # of several texts that are read together
+PREFILL_TOKENS = 2048  # per prefill pass over several texts
 
 
 class Engine:
-    """Decodes with a model by a plan. Without a plan every answer is the full model's own.
+    """Decodes with a model and a plan. Without a plan, every answer is the full model's own.
 
-    `model` is what `dd.load` gives, which brings its tokenizer, the weights in few bits that its file has, and the plan
-    that the package ships for it; or a transformers model, with its tokenizer. It is changed only while a call runs,
-    and left exactly as it was found.
+    `model` is the result of `dd.load`, which includes its tokenizer, its file's quantized weights and the plan that the
+    package ships for it; or a transformers model, with its tokenizer. It is changed only while a call runs, and left
+    exactly as it was.
 
-    `plan` is a plan or where one lies. `mode` holds for calls that name none; with "lossless" the plan only drafts, or
-    the one beside it that was calibrated to. On CUDA layers are compiled unless `compile` is False: the first answer
-    takes longer, and what was compiled is kept on disk. On a CPU `quantize` (none, int8, int4) says how weights are
-    read, and `fast=False` leaves passes to the model's own forward. `progress` is told of what takes long once.
+    `plan` is a plan or the path of one. `mode` is the default for calls. With "lossless" the plan only drafts, or the
+    plan next to it that was calibrated for drafting. On CUDA, layers are compiled unless `compile` is False: the first
+    answer takes longer, and the compiled code is cached on disk. On a CPU, `quantize` (none, int8, int4) sets the
+    weight format, and `fast=False` runs the model's own forward. `progress` gets a line for each slow one-time step.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Engine:
         if self.uses_graphs and self.device.type != "cuda":
             raise DepthDecayError(f"CUDA graphs need a CUDA device, but the model is on {self.device}")
         if compile and not self.uses_graphs:
-            warnings.warn(f"layers are compiled on CUDA only; on {self.device} they run eagerly", stacklevel=2)
+            warnings.warn(f"layers are only compiled on CUDA; on {self.device} they run eagerly", stacklevel=2)
         self.compiled = _compiled_layers() if self.uses_graphs and compile is not False else None
         self._tell = logger.info if progress is None else progress
         self._has_told_of_compiling = self.compiled is None
         self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
-        # What is kept for the next request: graphs with the cache that they belong to, and what drafting has taught.
+        # Kept for the next request: graphs with the cache they are tied to, and drafting statistics.
         self._steps: Kept[PassGraphs] = Kept()
         self._chain: Kept[Chain] = Kept()
         self._sampled: Kept[BlockRunner] = Kept()
@@ -144,9 +144,9 @@ class Engine:
     ) -> Engine:
         """Load a model by name and decode with it, as the command line does.
 
-        Without a plan answers are the full model's own, in lossless mode. `plan`, `speedup` or `alpha` trade quality
-        for speed; a `speedup` takes the calibrated plan that the model has, where it has one. The other settings are
-        those of `Engine`. `progress` is told in one line of each step that may take long.
+        Without a plan, answers are the full model's own, in lossless mode. `plan`, `speedup` or `alpha` trade quality
+        for speed; a `speedup` uses the model's calibrated plan if there is one. The other settings are those of
+        `Engine`. `progress` gets one line for each step that may take long.
         """
         from depthdecay.model.load import load
 
@@ -170,14 +170,14 @@ class Engine:
         progress: Callable[[int], None] | None = None,
         **settings: Any,
     ) -> list[Result]:
-        """Answer all prompts in one batch; a Result each, in order.
+        """Answer all prompts in one batch; returns a Result for each, in order.
 
-        A prompt is a string (a chat model's template is put around it unless chat=False), a list of messages, or a list
-        of token ids. Settings, where not given, come from `generation_config`, and what that leaves open from the
-        model's own: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop,
-        chat, logits_processor, stopping_criteria. A transformers `streamer` is told the tokens of one prompt, and
-        `progress` after each step how many tokens the longest answer has. `exact`: on CUDA, an answer does not depend
-        on the other prompts, to the last bit; it is the one of `serve --exact`, and refused where it cannot be.
+        A prompt is a string (wrapped in a chat model's template unless chat=False), a list of messages, or a list of
+        token ids. Settings default to `generation_config`, then to the model's own: do_sample, temperature, top_k,
+        top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
+        A transformers `streamer` gets the tokens of one prompt; `progress` gets the length of the longest answer after
+        each step. `exact`: on CUDA, answers are batch-invariant, bitwise identical to those of `serve --exact`; raises
+        an error where that is not possible.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
@@ -191,7 +191,7 @@ class Engine:
     def stream(
         self, prompt: Any, max_new_tokens: int | None = None, *, mode: str | None = None, **settings: Any
     ) -> Stream:
-        """Answer one prompt piece by piece: no piece holds half a character or a part of a stop string."""
+        """Stream the answer to one prompt: no piece splits a character or contains part of a stop string."""
         if self.tokenizer is None:
             raise DepthDecayError(NO_TOKENIZER)
         request = prepare_request(self, [prompt], max_new_tokens, settings)
@@ -204,7 +204,7 @@ class Engine:
         if not self._has_told_of_compiling:
             self._has_told_of_compiling = True
             self._tell(
-                "compiling layers and capturing graphs, once; what is compiled is kept on disk for the next start"
+                "compiling layers and capturing graphs, once; the compiled code is cached on disk for the next start"
             )
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         if exact:
@@ -212,16 +212,16 @@ class Engine:
         if results[0].mode != "lossless":
             return self._decode(request, results)
         if request.stopping_criteria:
-            raise DepthDecayError("stopping_criteria look at one token at a time; use mode 'full' or 'decay' with them")
+            raise DepthDecayError("stopping_criteria check one token at a time; use mode 'full' or 'decay' with them")
         return self._decode_lossless(request, results)
 
     @property
     def step_mode(self) -> str:
-        """Token by token: by the plan, or where there is none at full depth."""
+        """The token-by-token mode: with the plan, or at full depth without one."""
         return "full" if self.plan is None else "decay"
 
     def _mode(self, mode: str | None, request: Request) -> str:
-        """Where none is given: by the plan, and without one the full model's answer, in windows where they can pay."""
+        """The default mode: decay with a plan; without one, lossless where windows can pay off, else full depth."""
         mode = mode or self.mode
         if mode is None:
             mode = "lossless" if self.plan is None and self._suits_windows(request) else self.step_mode
@@ -231,24 +231,24 @@ class Engine:
         return mode
 
     def _suits_windows(self, request: Request) -> bool:
-        """One row, since rows share windows."""
+        """A single row without stopping criteria, which check one token at a time."""
         return len(request.prompts) == 1 and not request.stopping_criteria
 
     def _new_results(self, request: Request, mode: str) -> list[Result]:
         return [Result.of(self.stack.num_layers, prompt, request, mode) for prompt in request.prompts]
 
     def _decode(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
-        """The story of one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
+        """Decode one batch: prefill, then steps until every row has ended; yields each step's pieces of text."""
         started = time.perf_counter()
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
         rows = [AnswerInProgress(result, self.tokenizer, request) for result in results]
         with self._lock_step_runner(plan, request) as runner:
             sampler = self._sampler(request)
             mailbox = Mailbox(self.device, len(rows))
-            sent: list[int] = []  # layers of every step that was started
+            sent: list[int] = []  # layers of every step started
             tokens = None
             for index in range(request.max_new_tokens):
-                # Gradients are off within each pass only: a consumer's code runs between them.
+                # Gradients are off only within each pass, since the consumer's code runs in between.
                 with torch.no_grad():
                     said = runner.run(_parts(request.prompts, plan, index), Ask(fed=tokens))
                     tokens, stopped = self._pick(said, sampler, request, index)
@@ -268,7 +268,7 @@ class Engine:
                     break
             cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
             self._tell_exact(results, runner.inexact)
-        # Steps that were started before the host knew that all rows had ended.
+        # Steps started before the host knew that all rows had ended.
         overrun = sum(sent[mailbox.collected :])
         rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
         for result in results:
@@ -283,7 +283,7 @@ class Engine:
     def _pick(
         self, said: Said, sampler: Sampler, request: Request, index: int
     ) -> tuple[torch.Tensor, list[bool] | None]:
-        """The tokens T_index; where the user gave stopping criteria, ask them which rows end."""
+        """The tokens T_index, and which rows end according to the user's stopping criteria, if any."""
         criteria = request.stopping_criteria
         if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
             return said.likeliest, None
@@ -297,7 +297,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _lock_step_runner(self, plan: Plan, request: Request) -> Iterator[Runner]:
-        """Passes for one batch: new on a CPU; on CUDA the kept graphs where they fit and no other batch uses them."""
+        """A runner for one batch: new on a CPU; on CUDA the kept graphs if they fit and no other batch uses them."""
         batch, new_tokens = len(request.prompts), request.max_new_tokens
         if not self.uses_graphs:
             yield self._block_runner([rooms(plan, len(p), new_tokens, in_buckets=False) for p in request.prompts])
@@ -321,20 +321,20 @@ class Engine:
         return BlockRunner(self.stack, KVBlocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
 
     def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
-        """The same story in windows: each yields some tokens, all of them the full model's."""
+        """The same in lossless mode: each window yields some tokens, all of them the full model's."""
         if len(results) == 1:
             for piece in self._decode_windows(request, results, 0):
                 yield [piece]
             return
         try:
             yield from self._decode_rows(request, results)
-        except UnsupportedModelError:  # by batches; then one text after the other
+        except UnsupportedModelError:  # batching is not supported, so decode one text after the other
             for row in range(len(results)):
                 for piece in self._decode_windows(request, results, row):
                     yield [piece if place == row else Piece("", piece.depth) for place in range(len(results))]
 
     def _decode_windows(self, request: Request, results: list[Result], row: int) -> Iterator[Piece]:
-        """One text."""
+        """Decode one text in lossless mode."""
         started, layers = time.perf_counter(), self.stack.num_layers
         prompt, result, drafting = request.prompts[row], results[row], self._prepared_drafting()
         answer = AnswerInProgress(result, self.tokenizer, request)
@@ -371,7 +371,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _lane(self, prompt: list[int], request: Request, sampler: Sampler, drafting: Drafting) -> Iterator[Lane]:
-        """Where one text's windows run: on CUDA by graphs that feed each other, where they can pick as is asked."""
+        """What runs one text's windows: on CUDA chained graphs, if they support the requested sampling."""
         if not self.uses_graphs:
             yield self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting)
             return
@@ -405,14 +405,14 @@ class Engine:
         return HostLane(runner, self.drafting_plan, sampler, short, head, drafting.pace, len(prompt))
 
     def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
-        """Passes of one text, with room for a window behind it."""
+        """A runner for one text, with room for a window after it."""
         positions = len(prompt) + request.max_new_tokens + LONGEST + 1
         if self.uses_graphs:
             positions = room_for(positions, 1)
         return self._block_runner([[positions] * self.stack.num_layers])
 
     def _decode_rows(self, request: Request, results: list[Result], exact: bool = False) -> Iterator[list[Piece]]:
-        """Several texts as a server's batch has them, each by itself: in lossless mode, in windows of its own."""
+        """Decode texts as independent rows, as in a server's batch; in lossless mode each has its own windows."""
         from depthdecay.batching.batcher import Batcher, BatchSettings
 
         started, count = time.perf_counter(), len(results)
@@ -435,7 +435,7 @@ class Engine:
         def make() -> Batcher:
             return Batcher(self, settings)
 
-        # Only graphs take long to make; a new batch sees weights that have changed since.
+        # Only graphs are slow to create; a new batcher picks up weights that have changed since.
         lent = self._rows.lent(fits, make) if self.uses_graphs else contextlib.nullcontext(make())
         with lent as batcher:
             samplers = [self._sampler(request, row, padded=not exact) for row in range(count)]
@@ -456,14 +456,14 @@ class Engine:
                     batcher.cancel(number)
             cache_bytes = batcher.blocks.nbytes
             self._tell_exact(results, batcher.runner.inexact)
-        prefill_seconds = max(result.prefill_seconds for result in results)  # as in lock-step: until all are read
+        prefill_seconds = max(result.prefill_seconds for result in results)  # until all prompts are read
         for result in results:
             result.seconds = time.perf_counter() - started
             result.prefill_seconds = prefill_seconds
             result.cache_bytes = cache_bytes
 
     def _tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
-        """Whether bits depend on windows: known of graphs only, and of no use where a plan drops layers."""
+        """Report whether results are batch-invariant. Only known for graphs, and irrelevant if a plan drops layers."""
         if not self.uses_graphs or results[0].mode == "decay":
             return
         for result in results:
@@ -471,10 +471,10 @@ class Engine:
         half = self.stack.model.dtype in (torch.bfloat16, torch.float16)  # in 32 bits near-ties are rare
         if inexact is not None and half and results[0].mode == "lossless" and not self._told_inexact:
             self._told_inexact = True
-            warnings.warn(f"lossless answers may differ from full depth's at near-ties: {inexact}", stacklevel=2)
+            warnings.warn(f"lossless answers may differ from full depth at near-ties: {inexact}", stacklevel=2)
 
     def _prepared_drafting(self) -> Drafting:
-        """What this engine has learnt about drafting, and the drafts' own output matrix."""
+        """This engine's drafting statistics; also prepares the drafts' short LM head and the draft head."""
         with self._lock:
             rows = (self._short_head, self._placed_head)
             if self._drafting is None or not all(part is None or part.is_for(self.stack) for part in rows):
@@ -488,7 +488,7 @@ class Engine:
             return self._drafting
 
     def head_for_rows(self) -> PlacedHead | None:
-        """The head that drafts for rows of a batch: one that costs no pass of the model, which all rows would share."""
+        """The draft head for rows of a batch: one that needs no extra pass through the model's layers."""
         if self.draft_head is None:
             return None
         self._prepared_drafting()
@@ -499,8 +499,8 @@ class Engine:
         return None if other is None else placed_head(other, self.stack)
 
     def _sampler(self, request: Request, row: int | None = None, *, padded: bool = True) -> Sampler:
-        """For all rows in lock-step, or for one of them. Processors see prompts with their padding, as in generate,
-        unless a row must not know how long the others are."""
+        """A sampler for all rows in lock-step, or for one. Processors see prompts with padding, as in generate, unless
+        a row must not depend on the others' lengths."""
         own = slice(None) if row is None else slice(row, row + 1)
         length = max(map(len, request.prompts if padded else request.prompts[own]))
         ids = [[request.pad_token_id] * (length - len(prompt)) + prompt for prompt in request.prompts[own]]
@@ -515,7 +515,7 @@ class Engine:
 
 
 def _parts(prompts: Sequence[Sequence[int]], plan: Plan, index: int) -> list[Part]:
-    """What every row brings to the pass that says T_index: its prompt, or the token before, which the device has."""
+    """Each row's input to the pass that produces T_index: its prompt, or the previous token, which is on the device."""
     if index == 0:
         return [Part(row, 0, prompt, plan.num_layers, plan) for row, prompt in enumerate(prompts)]
     depth = plan.depth(index)
@@ -528,7 +528,7 @@ def _chosen_plan(
     loaded: LoadedModel | None,
     mode: str | None,
 ) -> Plan | None:
-    """The plan that was asked for; in lossless mode, unless a speed was named, the one beside it that drafts best."""
+    """The requested plan; in lossless mode, unless a speed-up was given, the plan next to it that is for drafting."""
     depth = DepthSettings.of(asked)
     name = loaded.name if loaded is not None else None
     plan = depth.choose(stack, name, drafts_only=mode == "lossless")
@@ -542,7 +542,7 @@ def _open(
     fast: bool | None,
     say: Callable[[str], None],
 ) -> LayerStack:
-    """The model's layers, with compiled passes where it is on a CPU."""
+    """The model's layers, with compiled passes on a CPU."""
     if isinstance(model, LoadedModel):
         quantize = model.quantize_as_filed() if quantize is None and fast is not False else quantize
         model, origin = model.model, model.origin
@@ -554,7 +554,7 @@ def _open(
 
 
 def placed_head(head: DraftHead, stack: LayerStack) -> PlacedHead:
-    """A head beside a model, by compiled calls where the model has them."""
+    """A draft head attached to a model, with compiled calls if the model has them."""
     placed = PlacedHead(head, stack)
     if not stack.has_compiled_pass:
         return placed

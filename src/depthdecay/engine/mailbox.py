@@ -1,4 +1,4 @@
-"""Tokens on their way from the device to the host, which never waits within a step and lags a few steps behind."""
+"""Asynchronous copies of tokens from device to host; the host never waits within a step and lags a few steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-# How many steps the host may start before it has seen a token. Each one past the end of a text is wasted work,
-# each one fewer risks that the device runs dry while the host detokenises.
+# How many steps the host may start before it has seen a token. Each step past the end of a text is wasted work;
+# with too few, the device may run idle while the host detokenizes.
 LAG_STEPS = 4
 
 
@@ -24,7 +24,7 @@ class Mailbox:
         self._posted = 0
 
     def post(self, tokens: torch.Tensor) -> None:
-        """Start copying a step's tokens, one a row."""
+        """Start copying a step's tokens, one per row."""
         if self._slots is None:
             self._underway.append((tokens.to("cpu", copy=True), None))
             return
@@ -41,7 +41,7 @@ class Mailbox:
             self._underway[-1][1].synchronize()
 
     def collect(self, everything: bool = False) -> Iterator[tuple[int, list[int]]]:
-        """Steps that have arrived, numbered, with their tokens; waits only if too far behind, or for everything."""
+        """Steps that have arrived, as (number, tokens); waits only if lagging too far, or for everything."""
         while self._underway:
             tokens, event = self._underway[0]
             must_wait = everything or len(self._underway) > LAG_STEPS

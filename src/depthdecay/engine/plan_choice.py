@@ -1,4 +1,4 @@
-"""Which plan an engine decodes by: stored, stored and re-scheduled, shipped with the package, or made by rule."""
+"""Which plan an engine uses: stored, stored and rescheduled, shipped with the package, or built by rule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from depthdecay.model.layers import LayerStack
 
 MODES = ("full", "decay", "lossless")
-DEFAULT_OVER = 256  # tokens, where neither a plan nor a caller says how long answers are
+DEFAULT_OVER = 256  # tokens, if neither the plan nor the caller says how long answers are
 
-_SHAPE = {"warmup_tokens": 0, "core_head": 0, "core_tail": 0, "min_layers": 1}  # with the least value of each
-_MADE_BY_RULE = ("core_head", "core_tail", "min_layers")  # what a stored plan says itself
+_SHAPE = {"warmup_tokens": 0, "core_head": 0, "core_tail": 0, "min_layers": 1}  # each with its minimum
+_MADE_BY_RULE = ("core_head", "core_tail", "min_layers")  # fixed by a stored plan
 
 
 def require_mode(mode: str | None) -> None:
@@ -31,13 +31,13 @@ def require_mode(mode: str | None) -> None:
 
 
 def warn_of_guess(plan: Plan, why: str = "", stacklevel: int = 2) -> None:
-    """Say of a plan whose layers nobody has measured that quality suffers."""
+    """Warn that an uncalibrated plan costs quality."""
     measured = "calibration" in plan.notes or not plan.ladder.is_guess
     if measured or plan.schedule.final_depth == plan.num_layers:
         return
     warnings.warn(
         f"{why}layers are dropped from the middle outwards, by guess: expect much lower quality; depthdecay calibrate "
-        "measures which a model can do without",
+        "measures which layers a model can do without",
         GuessedPlanWarning,
         stacklevel=stacklevel + 1,
     )
@@ -45,7 +45,7 @@ def warn_of_guess(plan: Plan, why: str = "", stacklevel: int = 2) -> None:
 
 @contextlib.contextmanager
 def guess_is_meant() -> Iterator[None]:
-    """For what compares such plans, or has warned of one already."""
+    """Silence the warning, for code that compares such plans or has already warned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GuessedPlanWarning)
         yield
@@ -53,7 +53,7 @@ def guess_is_meant() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DepthSettings:
-    """What was asked for about depth. Checked at once, before a model is loaded; a plan needs the model's layers."""
+    """The requested depth settings, checked before a model is loaded; building a plan needs the model's layers."""
 
     plan: Plan | str | os.PathLike[str] | None = None
     alpha: Number | None = None
@@ -63,7 +63,7 @@ class DepthSettings:
     core_head: int | None = None
     core_tail: int | None = None
     min_layers: int | None = None
-    new_tokens: int | None = None  # how long answers will be, where that is known: the horizon of a plan made by rule
+    new_tokens: int | None = None  # the length of answers, if known: the horizon of a plan built by rule
 
     def __post_init__(self) -> None:
         if self.alpha is not None:
@@ -71,7 +71,7 @@ class DepthSettings:
         for name, value in self._shape().items():
             if self.plan is not None and name in _MADE_BY_RULE:
                 raise ArgumentError(
-                    f"{name} was given with plan, which says itself which layers are dropped", name, "plan"
+                    f"{name} was given with plan, which already defines the layers to drop", name, "plan"
                 )
             if self.alpha is None and self.speedup is None:
                 raise ArgumentError(
@@ -81,7 +81,7 @@ class DepthSettings:
         if self.over_tokens is not None:
             if self.speedup is None:
                 raise ArgumentError(
-                    "over_tokens says what speedup is averaged over, and was given without it", "over_tokens", "speedup"
+                    "over_tokens is what speedup is averaged over, but was given without it", "over_tokens", "speedup"
                 )
             whole_number("over_tokens", self.over_tokens, 1)
         if self.alpha is not None:
@@ -91,7 +91,7 @@ class DepthSettings:
 
     @classmethod
     def of(cls, asked: DepthSettings | Plan | str | os.PathLike[str] | None) -> DepthSettings:
-        """What was asked for in one word: a plan, or where one lies."""
+        """Settings from a plan or the path of one; settings are returned unchanged."""
         return asked if isinstance(asked, DepthSettings) else cls(asked)
 
     @property
@@ -99,27 +99,27 @@ class DepthSettings:
         return any(value is not None for value in (self.plan, self.alpha, self.speedup))
 
     def stored(self) -> Plan | None:
-        """The plan that was given, read where it is a path."""
+        """The given plan, loaded if it is a path."""
         return self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.load(self.plan)
 
     def read(self) -> DepthSettings:
-        """The same with the plan's file read, so that a bad one is refused before a model is loaded."""
+        """The same with the plan's file read, so that a bad one is rejected before a model is loaded."""
         return replace(self, plan=self.stored())
 
     def choose(self, stack: LayerStack, name: str | None, *, drafts_only: bool = False) -> Plan | None:
-        """The plan for a model's layers; where nothing was asked for, none.
+        """The plan for a model's layers; None if nothing was requested.
 
-        A speed-up of a stored plan is averaged over the tokens that it was calibrated for, unless said otherwise. A
-        plan that drops layers by guess is warned of, unless it only drafts.
+        By default, a stored plan's speed-up is averaged over the tokens that it was calibrated for. A plan that drops
+        layers by guess causes a warning, unless it only drafts.
         """
         plan, why = self._chosen(stack, name)
-        fits = plan is not None and plan.num_layers == stack.num_layers  # what does not is refused soon
+        fits = plan is not None and plan.num_layers == stack.num_layers  # otherwise it is rejected soon
         if plan is not None and fits and not drafts_only:
             warn_of_guess(plan, why)
         return plan
 
     def _chosen(self, stack: LayerStack, name: str | None) -> tuple[Plan | None, str]:
-        """The plan, and why it is not the model's own where that was asked for."""
+        """The plan, and why it is not the model's calibrated one if a speed-up was requested."""
         stored = self.stored()
         if stored is not None:
             return (stored if self.speedup is None else self._rescheduled(stored, stack)), ""
@@ -130,7 +130,7 @@ class DepthSettings:
             try:
                 return self._rescheduled(shipped, stack), ""
             except DepthDecayError:
-                too_fast = f"the calibrated plan of {name} does not go as far as {self.speedup}x; "
+                too_fast = f"the calibrated plan of {name} does not reach {self.speedup}x; "
         return self.by_rule(stack.num_layers), too_fast
 
     def by_rule(self, num_layers: int) -> Plan | None:

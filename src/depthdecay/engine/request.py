@@ -1,4 +1,4 @@
-"""What the user asked for, checked and completed from the model's own generation settings."""
+"""A generation request, checked and completed from the model's own generation settings."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from depthdecay.speculative.prompt_lookup import LOOKUP
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
 
-# Plain greedy search: a model's own sampling, penalties or stop strings would hide what its layers say.
+# Plain greedy search: a model's own sampling, penalties or stop strings would hide the effect of its layers.
 PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-UNENDING: dict[str, Any] = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}  # answers as long as they are asked for
-LEAST_TEMPERATURE = 1e-5  # below, the likeliest token is all that is left, and scores divided by it leave their range
-DEFAULT_NEW_TOKENS = 256  # where neither the caller nor the model's generation_config says
+UNENDING: dict[str, Any] = {**PLAIN_GREEDY, "eos_token_id": -1, "stop": ()}  # answers of exactly the requested length
+LEAST_TEMPERATURE = 1e-5  # below it, only the likeliest token remains, and dividing scores by it would overflow
+DEFAULT_NEW_TOKENS = 256  # if neither the caller nor the model's generation_config sets a limit
 
 
 @dataclass
 class Request:
-    """A batch of prompts as token ids, and everything that decides how their answers are picked and ended."""
+    """A batch of prompts as token ids, and everything that controls how answers are sampled and ended."""
 
     prompts: list[list[int]]
-    max_new_tokens: int  # of all answers that go in lock-step
-    own_limits: list[int]  # by prompt: a longer one beside it shortens no answer that goes by itself
+    max_new_tokens: int  # for all answers that decode in lock-step
+    own_limits: list[int]  # per prompt, for rows that decode independently of longer ones in the batch
     generation_config: Any
     eos_token_ids: frozenset[int]
     pad_token_id: int
     stop: tuple[str, ...]
     seed: int | None
-    logits_processor: Sequence[Any] | None  # as a `Sampler` takes them
+    logits_processor: Sequence[Any] | None  # as for `Sampler`
     stopping_criteria: StoppingCriteriaList
-    lookup: int  # in lossless mode: draft what followed the same words before, at most so many; 0 for none
-    window: int  # in lossless mode: the most drafts before a verification
+    lookup: int  # in lossless mode: the longest n-gram that prompt lookup matches; 0 for no lookup
+    window: int  # in lossless mode: the maximum number of drafts before a verification
 
 
 def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, settings: dict[str, Any]) -> Request:
@@ -59,12 +59,12 @@ def prepare_request(engine: Engine, prompts: Any, max_new_tokens: int | None, se
     ids = [token_ids(engine.tokenizer, prompt, settings, vocabulary) for prompt in as_batch(prompts)]
     prompt_length = max(map(len, ids))
     new_tokens = _new_tokens(engine, own, max_new_tokens, prompt_length)
-    # As generate completes them: processors that act near the end of the text read these.
+    # Completed as in generate: processors that act near the end of the text read these.
     config.max_length = prompt_length + new_tokens
     if config.min_new_tokens is not None:
         config.min_length = prompt_length + config.min_new_tokens
     eos = config.eos_token_id or []
-    # A model may name a pad token that it has no embedding for; padding is masked, so any other does as well.
+    # A model may name a pad token without an embedding; padding is masked, so any other token will do.
     pads = [pad for pad in (config.pad_token_id, *sorted(eos)) if pad is not None and 0 <= pad < vocabulary]
     return Request(
         prompts=ids,
@@ -112,7 +112,7 @@ def _yes_or_no(name: str, value: Any, vocabulary: int) -> bool:
 
 
 def _lookup(value: Any, prompt_length: int) -> int:
-    """Words that must stand before and now alike; a prompt of fewer tokens than the default has is no mistake."""
+    """The longest n-gram for prompt lookup to match; a prompt shorter than the default is fine."""
     if value is None or value is True:
         return LOOKUP
     if not isinstance(value, int) or value < 0 or value == 1:
@@ -186,7 +186,7 @@ _SAMPLING: dict[str, _Check] = {
     "min_p": _real(0, 1, "a number between 0 and 1"),
     "typical_p": _real(1e-9, 1, "a number above 0 and at most 1"),
 }
-# Settings that change the scores and are transformers' business; everything else unknown is refused by name.
+# Settings that change the scores and are passed to transformers; any other unknown setting is rejected by name.
 _PASSED_ON: dict[str, _Check] = {
     "do_sample": _yes_or_no,
     **_SAMPLING,
@@ -210,7 +210,7 @@ _OWN = (
     *("logits_processor", "stopping_criteria", "lookup", "window", "generation_config"),
 )
 
-# What a model's generation_config may ask of generate and we do not do, with the value that asks for nothing.
+# Features of generate that a generation_config may request but we do not support, with their neutral values.
 _NOT_DONE: dict[str, Any] = {
     **{"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0, "guidance_scale": 1, "token_healing": False},
     **{"max_time": None, "dola_layers": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None},
@@ -218,7 +218,7 @@ _NOT_DONE: dict[str, Any] = {
 
 
 def _defaults(model: Any, given: Any) -> Any:
-    """The settings that hold where the call says nothing: a generation_config that it gives, over the model's own."""
+    """The defaults for a call: the given generation_config, over the model's own."""
     if given is None:
         return model.generation_config
     if not isinstance(given, GenerationConfig):
@@ -239,7 +239,7 @@ def _generation_config(model: Any, own: Any, settings: dict[str, Any], vocabular
         value = getattr(own, name, None)
         if value is not None and value != nothing:
             raise DepthDecayError(
-                f"the model's generation_config sets {name} to {reprlib.repr(value)}, which depthdecay does not do; "
+                f"the model's generation_config sets {name} to {reprlib.repr(value)}, which is not supported; "
                 f"set model.generation_config.{name} = None"
             )
     _own_value(own, "max_new_tokens", vocabulary)  # here, before transformers compares it with a number
@@ -266,7 +266,7 @@ def _generation_config(model: Any, own: Any, settings: dict[str, Any], vocabular
         if (value is not None or name in given) and (sampling or name not in _SAMPLING)
     }
     try:
-        # What nobody has said is left to transformers' own defaults.
+        # Everything else is left to transformers' own defaults.
         config = completed_generation_config(model, None, **{**_said_by(settings.get("generation_config")), **said})
         config.eos_token_id = chosen["eos_token_id"]
         for name in () if sampling else _SAMPLING:
@@ -278,18 +278,18 @@ def _generation_config(model: Any, own: Any, settings: dict[str, Any], vocabular
         raise DepthDecayError(f"the model's generation_config is not usable: {one_line(error)}") from error
     if mode not in ("greedy_search", "sample"):
         raise DepthDecayError(
-            f"the model's generation_config asks for {mode.value.replace('_', ' ')}, which depthdecay does not do; "
-            "it searches greedily or samples: unset the rest in model.generation_config"
+            f"the model's generation_config selects {mode.value.replace('_', ' ')}, which is not supported; "
+            "only greedy search and sampling are: unset the rest in model.generation_config"
         )
     return config
 
 
 def _own_value(own: Any, name: str, vocabulary: int) -> Any:
-    """A setting of the model's generation_config, held to the same rules as the caller's."""
+    """A setting from the model's generation_config, checked by the same rules as the caller's."""
     value = plain(getattr(own, name, None))
     if value is None:
         return None
-    # Models name special tokens that they have no embedding for; such an end never comes, and such a pad is replaced.
+    # Models name special tokens without an embedding; such an EOS never occurs, and such a pad token is replaced.
     limit = 2**31 if name in ("eos_token_id", "pad_token_id") else vocabulary
     check = _whole(1) if name in ("max_new_tokens", "max_length") else _PASSED_ON[name]
     try:
@@ -310,7 +310,7 @@ def _new_tokens(engine: Engine, own: Any, asked: Any, prompt_length: int) -> int
             f"the prompt has {prompt_length} tokens, but the model's context holds {limit} and needs one for the answer"
         )
     wanted = asked or _own_value(own, "max_new_tokens", 0)
-    if wanted is None and own.max_length not in (None, 20):  # 20 is what transformers fills in
+    if wanted is None and own.max_length not in (None, 20):  # 20 is transformers' default
         wanted = _own_value(own, "max_length", 0) - prompt_length
         if wanted < 1:
             raise DepthDecayError(
@@ -333,7 +333,7 @@ def _stop_strings(engine: Engine, own: Any, given: Any) -> tuple[str, ...]:
 
 
 def _score_changes(settings: dict[str, Any], vocabulary: int) -> list[ScoreChanges]:
-    """OpenAI's settings, where they change anything. A model's generation_config has none of them."""
+    """OpenAI's settings, if they change anything. A model's generation_config has none of them."""
     changes = ScoreChanges(
         **{
             name: check(name, plain(settings[name]), vocabulary)
@@ -345,7 +345,7 @@ def _score_changes(settings: dict[str, Any], vocabulary: int) -> list[ScoreChang
 
 
 def _functions(name: str, given: Any) -> list[Any]:
-    """Processors or criteria: a list of them, or one alone."""
+    """Processors or criteria: a list of them, or a single one."""
     functions = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     for function in functions:
         if not callable(function) or isinstance(function, type):
@@ -355,7 +355,7 @@ def _functions(name: str, given: Any) -> list[Any]:
 
 def _seed(seed: Any) -> int:
     if seed is None:
-        # torch.manual_seed then makes runs repeatable, as with generate.
+        # So torch.manual_seed makes runs reproducible, as with generate.
         return int(torch.randint(2**31, ()).item())
     seed = plain(seed)
     if isinstance(seed, bool) or not isinstance(seed, int):

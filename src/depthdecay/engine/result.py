@@ -1,4 +1,4 @@
-"""An answer and the account of what it took, also while it is in the making."""
+"""An answer with its statistics, finished or in progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """One answer, with the account of what it took."""
+    """One answer, with its statistics."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -22,34 +22,33 @@ class Result:
     finish_reason: str = "length"  # "stop": an end-of-text token, a stop string or a criterion; "length": the limit
     num_layers: int = 0
     prompt_tokens: int = 0
-    overrun_layers: int = 0  # layers run for this row after its last token: host lag, and rows of a batch that go on
-    seconds: float = 0.0  # of the whole batch that this answer was part of
+    overrun_layers: int = 0  # layers run for this row after its last token, due to host lag and longer rows
+    seconds: float = 0.0  # for the whole batch
     prefill_seconds: float = 0.0
     mode: str = "full"
     seed: int | None = None
-    # In lossless mode: what proposed each token (a depth; 0: found in the text before; -1: a learned head; None: the
-    # full pass itself), and what it took. `depths` are those of the passes that decided, all of them full.
+    # In lossless mode: what drafted each token (a depth; 0: prompt lookup; -1: a learned head; None: the full pass
+    # itself), and the counts. `depths` are those of the verifying passes, all of them full.
     draft_depths: list[int | None] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     verifications: int = 0  # full-depth passes over one token or several
-    layer_passes: int = 0  # layers of all passes that this row took part in, drafts included
-    cache_bytes: int = 0  # keys and values of the whole batch
-    cache_bytes_saved: int = 0  # against the same room in every layer
-    # On CUDA: whether a token has the same bits whatever runs with it in a pass, drafts or other texts: so lossless and
-    # full answers are the same, and none depends on those beside it. None where nothing is known of it. And a sentence
-    # that says why not.
+    layer_passes: int = 0  # layers of all passes with this row, drafts included
+    cache_bytes: int = 0  # KV cache of the whole batch
+    cache_bytes_saved: int = 0  # compared with equally large caches in every layer
+    # On CUDA: whether results are batch-invariant, that is, bitwise independent of drafts or other texts in the pass.
+    # Then lossless and full answers are the same, whatever else is in the batch. None if unknown. And, if not, why.
     exact: bool | None = None
     inexact_because: str | None = None
 
     @classmethod
     def of(cls, num_layers: int, prompt: Sequence[int], request: Request, mode: str) -> Result:
-        """Of a prompt that has not been answered yet."""
+        """An empty result for a prompt."""
         return cls(num_layers=num_layers, prompt_tokens=len(prompt), mode=mode, seed=request.seed)
 
     @property
     def layers_executed(self) -> int:
-        """Of a lossless answer the layer passes: one verification of several tokens reads each layer once."""
+        """For a lossless answer the layer passes: one verification of several tokens reads each layer once."""
         return self.layer_passes if self.mode == "lossless" else sum(self.depths)
 
     @property
@@ -58,7 +57,7 @@ class Result:
 
     @property
     def passes_per_token(self) -> float:
-        """Layer passes in full-depth steps, per token; below 1 where drafting saves work."""
+        """Full-depth passes per token, counted by layers; below 1 if drafting saves work."""
         return self.layers_executed / self.layers_full if self.token_ids else 0.0
 
     @property
@@ -75,7 +74,7 @@ class Result:
 
     @property
     def ms_per_token(self) -> float:
-        """Decoding only: the first token comes with the prompt."""
+        """Decoding only: the first token comes from prefill."""
         steps = len(self.token_ids) - 1
         return 1000 * self.decode_seconds / steps if steps > 0 else 0.0
 
@@ -92,7 +91,7 @@ class Piece(str):
 
 
 class Stream(Iterator[Piece]):
-    """Iterates over pieces of text; `result` is whole once the iteration has ended."""
+    """Iterates over pieces of text; `result` is complete once the iteration has ended."""
 
     def __init__(self, pieces: Iterator[Piece], result: Result) -> None:
         self._pieces = pieces
@@ -103,7 +102,7 @@ class Stream(Iterator[Piece]):
 
 
 class AnswerInProgress:
-    """One answer in the making, on the host's side: its tokens as text, and where it ends."""
+    """One answer in progress, on the host: its tokens as text, and where it ends."""
 
     def __init__(self, result: Result, tokenizer: Any, request: Request) -> None:
         self.result = result
@@ -112,7 +111,7 @@ class AnswerInProgress:
         self.finished = False
 
     def take(self, token: int, depth: int) -> str:
-        """Add a token, or count its layers as overrun when the row has ended; the text that is now certain."""
+        """Add a token, or count its layers as overrun if the row has ended; returns the text that is now certain."""
         if self.finished:
             self.result.overrun_layers += depth
             return ""

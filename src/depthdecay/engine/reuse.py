@@ -1,4 +1,4 @@
-"""The last of something that takes long to make, kept for the next request."""
+"""Reuse of objects that are slow to create: the last one is kept for the next request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Lent = TypeVar("Lent")
 
 
 class Kept(Generic[Lent]):
-    """The last of something that takes long to make, lent to one request at a time."""
+    """Keeps the last object that was slow to create, and lends it to one request at a time."""
 
     def __init__(self) -> None:
         self.last: Lent | None = None
@@ -20,11 +20,11 @@ class Kept(Generic[Lent]):
 
     @contextlib.contextmanager
     def lent(self, fits: Callable[[Lent], bool], make: Callable[[], Lent]) -> Iterator[Lent]:
-        """The kept one where it fits and nobody else has it; else a new one, which is kept unless another is lent."""
+        """The kept object if it fits and is not lent; otherwise a new one, which is kept unless another is lent."""
         with self._lock:
             free = not self._is_lent
             if free and self.last is not None and not fits(self.last):
-                self.last = None  # its memory is free before the next one takes more
+                self.last = None  # free its memory before the next one allocates more
             lent = self.last if free and self.last is not None else make()
             if free:
                 self.last, self._is_lent = lent, True

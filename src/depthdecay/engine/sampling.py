@@ -1,7 +1,7 @@
-"""How the next token is picked: transformers' own processors, and noise keyed by (seed, sequence, token index).
+"""Sampling: transformers' own logits processors, and noise keyed by (seed, sequence, token index).
 
-Rows may be at different places of their texts, and drafts are picked as the tokens that they stand for: since noise is
-keyed by a token's index, a draft, its verification and plain decoding draw the same.
+Rows may be at different positions, and drafts are sampled like the tokens they predict. Since noise is keyed by a
+token's index, a draft, its verification and plain decoding draw the same.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MASK32 = 0xFFFFFFFF
 
 
 def sequence_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """One key a sequence, from the seed, the prompt, and how often the same prompt came before it in the batch.
+    """One key per sequence, from the seed, the prompt, and how often the same prompt came before it in the batch.
 
-    So a seeded prompt draws the same numbers alone and in any batch, and a prompt given twice still draws two samples.
+    So a seeded prompt draws the same noise alone and in any batch, and a prompt given twice still gets two samples.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
@@ -37,7 +37,7 @@ def sequence_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
-    """Keys of every step as a (sequence, token) tensor, moved once so that no step waits for a copy."""
+    """Keys of every step as a (sequence, token) tensor, copied once so that no step waits for a copy."""
     low = torch.tensor([[k & _MASK32] for k in keys], dtype=torch.int64)
     high = torch.tensor([[(k >> 32) & _MASK32] for k in keys], dtype=torch.int64)
     index = torch.arange(tokens, dtype=torch.int64).unsqueeze(0)
@@ -47,10 +47,10 @@ def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.T
 def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Standard Gumbel noise, a row per key: argmax(logits + noise) is a draw from softmax(logits).
 
-    `tokens`: those that the noise is for, where they are not the whole vocabulary.
+    `tokens`: the tokens that the noise is for, if not the whole vocabulary.
 
-    A counter-based hash instead of a generator: it needs no state, gives the same numbers on every device, and the
-    noise of one row does not depend on the other rows.
+    A counter-based hash instead of a generator: it is stateless, gives the same numbers on every device, and the noise
+    of one row does not depend on the other rows.
     """
     lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) if tokens is None else tokens
     lanes = lanes * 0x85EBCA77
@@ -60,7 +60,7 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | Non
 
 
 def likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """The greedy choice of each row. On a CPU by numpy: torch wakes its threads for it, which then stand in the way."""
+    """The greedy choice of each row. Uses numpy on a CPU, since torch would wake threads that then get in the way."""
     if scores.device.type == "cpu" and not scores.requires_grad:
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
@@ -75,7 +75,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 class LogitBias(LogitsProcessor):  # type: ignore[misc]
-    """Adds a number to the scores of some tokens."""
+    """Adds a bias to the scores of some tokens."""
 
     def __init__(self, biases: Mapping[int, float], device: torch.device) -> None:
         self.biases = tuple(sorted(biases.items()))
@@ -87,7 +87,7 @@ class LogitBias(LogitsProcessor):  # type: ignore[misc]
 
 
 class AnswerPenalties(LogitsProcessor):  # type: ignore[misc]
-    """Lowers the scores of tokens that the answer has, once and by how often; the prompt is not counted."""
+    """Lowers the scores of tokens in the answer, once and per occurrence; the prompt does not count."""
 
     def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
         self.prompt_length = prompt_length
@@ -104,14 +104,14 @@ class AnswerPenalties(LogitsProcessor):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class ScoreChanges:
-    """What OpenAI's API has beside transformers' settings, with its meaning there."""
+    """Settings of OpenAI's API that transformers lacks, with OpenAI's meaning."""
 
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def processors(self, prompt_length: int, device: torch.device) -> list[LogitsProcessor]:
-        """For answers behind prompts of so many tokens; none where nothing is asked for."""
+        """The processors for answers after prompts of this length; empty if nothing is set."""
         made: list[LogitsProcessor] = []
         if self.logit_bias:
             made.append(LogitBias(self.logit_bias, device))
@@ -148,13 +148,13 @@ class Sampler:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Argmax and nothing else, which a captured graph does by itself."""
+        """Plain argmax, which a captured graph does by itself."""
         return not self.is_sampling and not self.processors
 
     def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens T_index of all rows, and the processed scores that they were picked from.
 
-        `ahead`: of a single row, tokens behind those on record that come before T_index, such as drafts.
+        `ahead`: for a single row, tokens between those on record and T_index, such as drafts.
         """
         scores = logits.to(torch.float32)
         if self.processors:
@@ -167,12 +167,12 @@ class Sampler:
         return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
 
     def noise_keys(self, index: int) -> torch.Tensor:
-        """Of all rows at T_index; places behind the last token are looked at, and thrown away."""
+        """The noise keys of all rows at T_index; positions after the last token are sampled and discarded."""
         assert self.keys is not None
         return self.keys[:, min(index, self.keys.shape[1] - 1)]
 
     def record(self, tokens: torch.Tensor | int, index: int) -> None:
-        """Let processors and criteria see the tokens T_index."""
+        """Make the tokens T_index visible to processors and criteria."""
         if index < self.history.shape[1] - self.prompt_length:
             self.history[:, self.prompt_length + index] = tokens
 
@@ -181,7 +181,7 @@ class Sampler:
         return self.history[:, : self.prompt_length + index]
 
 
-# Processors that look at the scores alone; all others read the row's own text.
+# Processors that only look at the scores; all others read the row's text.
 _BLIND = {
     "TemperatureLogitsWarper": "temperature",
     "TopKLogitsWarper": "top_k",
@@ -192,13 +192,13 @@ _BLIND = {
 
 
 def alike(sampler: Sampler) -> tuple[Any, ...] | None:
-    """What two rows must have in common to be picked together; None where a row's text plays a part."""
+    """What two rows must have in common to be sampled together; None if a processor reads the row's text."""
     settings = settings_alike(sampler.processors)
     return None if settings is None else (sampler.is_sampling, *settings)
 
 
 def settings_alike(processors: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What tells processors apart that look at the scores alone; None where one of them reads the text."""
+    """The settings that distinguish processors that only look at the scores; None if one reads the text."""
     settings = []
     for processor in processors:
         name = type(processor).__name__
@@ -211,10 +211,10 @@ def settings_alike(processors: Iterable[Any]) -> tuple[Any, ...] | None:
 def processed(
     processors: Sequence[Any], text: torch.Tensor, scores: torch.Tensor, has: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scores of rows as processors leave them. `has`: by row, which tokens its text has, for the penalty on these.
+    """The processed scores. `has`: per row, which tokens its text contains, for the repetition penalty.
 
-    On CUDA never a single row: torch sums along one row by another kernel than along several, and top-p cuts where a
-    sum passes a bound.
+    On CUDA never a single row: torch uses a different kernel to sum along one row than along several, and top-p cuts
+    where a sum passes a bound.
     """
     alone = scores.is_cuda and len(scores) == 1
     if alone:
@@ -237,10 +237,10 @@ def pick_tokens(
     *,
     together: int | None = None,
 ) -> list[int]:
-    """T_index of each row, as its own sampler alone would pick it; rows that are picked alike are picked together.
+    """T_index of each row, as its own sampler would pick it; rows with equal settings are sampled together.
 
-    `ahead`: by row, tokens behind those on record that come before T_index. Nothing is recorded here.
-    `together`: process scores of always so many rows, since CUDA's sums along a row go by how many there are.
+    `ahead`: per row, tokens between those on record and T_index. Nothing is recorded here.
+    `together`: always process this many rows at once, since CUDA's sums along a row depend on the number of rows.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
@@ -255,7 +255,7 @@ def pick_tokens(
             tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own, together))
     order = [row for rows in groups.values() for row in rows]
     picked = [0] * len(samplers)
-    for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the one wait for the device
+    for row, token in zip(order, torch.cat(tokens).tolist(), strict=True):  # the only wait for the device
         picked[row] = token
     return picked
 
@@ -273,20 +273,20 @@ def _picked(
 
 
 def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:
-    """Scores of rows as a sampler that reads no text leaves them; where asked for, always of so many rows at once."""
+    """Scores processed by a sampler that reads no text, in groups of `together` rows if given."""
     text = sampler.history[:0]
     if together is None:
         return processed(sampler.processors, text, scores)
     rows, tokens = scores.shape
-    # Every row begins at an address that a kernel may read 16 bytes from: else sums go by where it begins.
+    # Every row starts 16-byte aligned; otherwise the order of sums would depend on where it starts.
     filled = functional.pad(scores, (0, -tokens % 16, 0, -rows % together), value=float("-inf"))
-    filled[rows:, 0] = 0.0  # rows that count for nothing, but have a likeliest token
+    filled[rows:, 0] = 0.0  # dummy rows, which still need a likeliest token
     groups = [processed(sampler.processors, text, group) for group in filled.split(together)]
     return torch.cat(groups)[:rows, :tokens]
 
 
 def rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows, without waiting for the device: an index in plain memory would be copied only when it is idle."""
+    """Select rows without waiting for the device: copying an index from pageable memory would synchronize."""
     if len(rows) == len(logits):
         return logits
     index = torch.tensor(rows)

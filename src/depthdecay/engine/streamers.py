@@ -1,4 +1,4 @@
-"""Tokens told to a transformers streamer while an answer is in the making."""
+"""Pass tokens to a transformers streamer while an answer is in progress."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def told_to(streamer: Any, prompts: Sequence[Sequence[int]], results: Sequence[Result]) -> Iterator[Callable[[], None]]:
-    """Gives a function that tells what is new, token by token as generate does, with the prompt before all of them.
+    """Yields a function that passes on new tokens, one by one as generate does, after the prompt.
 
-    The streamer hears of the end also where decoding fails: who reads it in another thread must not wait for ever.
+    The streamer is ended even if decoding fails, so that a reader in another thread does not wait forever.
     """
     if streamer is None:
         yield lambda: None

@@ -1,38 +1,38 @@
-"""Tokens to text, piece by piece: never half a character, never a part of a stop string."""
+"""Incremental detokenization: never splits a character, never emits part of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# What a tokenizer makes of bytes that are no whole character yet. A character has four bytes at most, so up to three
-# of these at the end may still become one; earlier ones are really bad bytes.
+# What a tokenizer decodes incomplete characters to. A character has at most four bytes, so up to three of these at the
+# end may still become one; earlier ones are invalid bytes.
 _INCOMPLETE = "\ufffd"
 _MOST_INCOMPLETE = 3
 
 
 def whole_characters(text: str) -> str:
-    """Decoded text without the character at its end that is not all there."""
+    """Decoded text without an incomplete character at its end."""
     return text[: max(len(text.rstrip(_INCOMPLETE)), len(text) - _MOST_INCOMPLETE)]
 
 
 class TextStream:
-    """Decodes one sequence as its tokens arrive. The pieces joined are the whole text."""
+    """Decodes one sequence as its tokens arrive. Joined, the pieces are the whole text."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.text = ""  # decoded so far, cut before a stop string
         self.stopped = False
-        self._given = 0  # characters of `text` that were handed out
+        self._given = 0  # characters of `text` already returned
         self._ids: list[int] = []
-        # Only a window of tokens is decoded anew: a tokenizer may need the token before to place a space, not more.
+        # Only a window of tokens is decoded again: a tokenizer needs at most the previous token, to place a space.
         self._window = 0
         self._boundary = 0  # tokens up to here ended on a whole character
         self._seen = 0  # characters of the window's text that are in `text`
 
     def push(self, token_id: int) -> str:
-        """Take one token, give the text that is now certain."""
+        """Add one token and return the text that is now certain."""
         if self.stopped:
             return ""
         self._ids.append(token_id)
@@ -45,7 +45,7 @@ class TextStream:
         return self._release(hold_back=self._possible_stop_prefix())
 
     def finish(self, cut_short: bool = False) -> str:
-        """The rest, once no more tokens come; where a limit cut them short, without a character that it cut in two."""
+        """The rest of the text after the last token; if a limit cut it short, without an incomplete character."""
         if not self.stopped and not cut_short:
             decoded = self._decode(self._ids[self._window :])
             self._take(decoded, len(decoded))
@@ -63,7 +63,7 @@ class TextStream:
         return str(text)
 
     def _append(self, new: str) -> None:
-        # A stop string may begin in text that came before, so look back by the longest one.
+        # A stop string may begin in earlier text, so look back by the length of the longest.
         look_back = max((len(s) for s in self.stop), default=0)
         start = max(0, len(self.text) - look_back)
         self.text += new

@@ -371,9 +371,7 @@ def _attention_windows(lm: PreTrainedModel, num_layers: int) -> tuple[int | None
             "so its layers cannot be dropped one by one"
         )
     if not takes_dynamic_cache(lm):
-        raise UnsupportedModelError(
-            f"{name} keeps its own state instead of keys and values (recurrent or state-space)"
-        )
+        raise UnsupportedModelError(f"{name} keeps its own state instead of keys and values (recurrent or state-space)")
     try:
         cache_layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError) as error:
