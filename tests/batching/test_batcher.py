@@ -1,4 +1,4 @@
-"""Continuous batching: whatever else is in the batch, a request gets the tokens that it gets alone."""
+"""Continuous batching: a request gets the same tokens in any batch as it gets alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_random_arrivals_give_every_request_its_solo_tokens(architecture: str) -
 
 
 def test_requests_that_wait_for_company_get_what_they_get_alone() -> None:
-    """Company is waited for by the clock, which here makes a leap with every look at it."""
+    """Cohorts wait by the clock, which here advances with every call."""
     now = [0.0]
 
     def clock() -> float:
@@ -95,7 +95,7 @@ def test_layers_are_counted_where_they_run_and_idle_ones_do_not_run() -> None:
     results = [update.result for update in run_dry(batcher) if update.result is not None]
     decoded = sum(sum(result.depths[1:]) for result in results)
     assert batcher.counters.layers_executed == decoded == 3 * sum(plan.depths(12)[1:])
-    # Of rows that started within a step or two, most layers are shared; a layer that nobody needs is not run.
+    # Rows that started within a step or two share most layers, and a layer that no row needs does not run.
     assert batcher.counters.layer_passes < LAYERS * batcher.counters.steps
 
 
@@ -103,7 +103,7 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model()
-    # By the model's own forward, which can be poisoned; prompts are read together.
+    # The model's own forward, since it can be made to fail; prompts are prefilled together.
     batcher = Batcher(Engine(model, None, fast=False), replace(SMALL, prefill_tokens=64))
     good = [submit(batcher, prompt, 9) for prompt in PROMPTS]
     poison = 96
@@ -119,9 +119,9 @@ def test_a_pass_that_fails_ends_only_the_rows_it_cannot_run(
     updates = list(run_dry(batcher))
     monkeypatch.undo()
     assert [update.id for update in updates if update.error is not None] == [bad]
-    # Passes that were repeated are told of: a machine that fails now and then would be slow without a word.
+    # Retries are logged: otherwise a machine with occasional failures would be slow without any sign of why.
     assert batcher.counters.failed_passes == len(caplog.records) + 1 > 1
-    assert {record.getMessage() for record in caplog.records} == {"a pass failed; repeated in halves"}
+    assert {record.getMessage() for record in caplog.records} == {"a pass failed; retrying in halves"}
     expected = Engine(model, None).generate(PROMPTS, 9, mode="full")
     for number, solo in zip(good, expected, strict=True):
         assert [update.token for update in updates if update.id == number] == solo.token_ids
@@ -133,20 +133,20 @@ def test_a_request_that_does_not_fit_waits_and_one_that_never_will_is_refused() 
     whole = Batcher(engine, SMALL).blocks
     a_block = sum(whole.store(layer).block_bytes for layer in range(LAYERS))
     batcher = Batcher(engine, BatchSettings(max_batch=4, cache_bytes=3 * a_block, cohort_seconds=0))
-    first, second = submit(batcher, [7] * 20, 10), submit(batcher, [8] * 20, 10)  # two blocks a layer each
+    first, second = submit(batcher, [7] * 20, 10), submit(batcher, [8] * 20, 10)  # two blocks per layer each
     batcher.step()
     assert [row.id for row in batcher.rows] == [first]
     ends = [update.id for update in run_dry(batcher) if update.finished]
     assert ends == [first, second]
-    with pytest.raises(DepthDecayError, match="more keys and values"):
+    with pytest.raises(DepthDecayError, match="does not fit into the KV cache"):
         submit(batcher, [7] * 20, 40)
-    with pytest.raises(DepthDecayError, match="at most 64"):
+    with pytest.raises(DepthDecayError, match="the limit for both together is 64"):
         submit(Batcher(engine, BatchSettings(max_positions=64)), [7] * 20, 100)
     assert_nothing_left(batcher)
 
 
 def batcher_with_blocks(blocks: int, max_batch: int = 4) -> Batcher:
-    """Room for so many blocks in every layer."""
+    """A batcher with this many blocks per layer."""
     engine = Engine(tiny_model(), None)
     a_block = Batcher(engine, SMALL).blocks.stores[0].block_bytes * LAYERS
     return Batcher(engine, BatchSettings(max_batch=max_batch, cache_bytes=blocks * a_block, cohort_seconds=0))
@@ -165,7 +165,7 @@ def test_small_requests_pass_one_that_does_not_fit_yet() -> None:
 
 
 def entries_until(batcher: Batcher, last: int, tokens: int) -> tuple[list[int], list[int]]:
-    """Who enters, in order, and the small requests of so many tokens that never stop coming meanwhile."""
+    """The ids admitted, in order, and those of the small requests of `tokens` tokens that keep arriving meanwhile."""
     entered: list[int] = []
     small: list[int] = []
     while last not in entered:
@@ -184,8 +184,8 @@ def test_a_large_request_is_delayed_so_often_and_is_next_then() -> None:
     submit(batcher, [7] * 2, 8)
     batcher.step()
     large, other = submit(batcher, [8] * 150, 2), submit(batcher, [9] * 150, 2)
-    entered, small = entries_until(batcher, other, tokens=12)  # longer than what runs has left
-    # Four rows are a batch; who was passed with it is not passed again.
+    entered, small = entries_until(batcher, other, tokens=12)  # longer than the running row has left
+    # A batch has four rows. `other` was overtaken together with `large`, so it is not overtaken again.
     assert entered[:6] == [*small[:4], large, other]
 
 
@@ -260,7 +260,7 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     assert [store.blocks for store in blocks.stores] == [8, 8]
     plan = Plan.constant(2, 1, drop_order=[0])
     needs = blocks.needs(plan, BLOCK, 33)[2]
-    assert needs == [1, 3]  # layer 0 reads the prompt only, layer 1 the answer too, but for its last token
+    assert needs == [1, 3]  # layer 0 reads only the prompt, layer 1 also the answer, except its last token
     slot = blocks.enter(needs)
     blocks.extend(slot, [0, 1], BLOCK)
     blocks.drop(slot, [0])
@@ -299,14 +299,14 @@ def test_new_rows_wait_for_others_of_their_age_where_that_pays_and_not_for_long(
     batcher.pace.lone_layer, batcher.pace.step = (
         1.0,
         8.0,
-    )  # a step takes what its layers take: half of it is idle layers
+    )  # a step takes as long as its layers: half of them are idle
     submit(batcher, [3, 4], 50, plan, "decay")
     batcher.step()
-    assert len(batcher.rows) == 3  # three rows save half of their time each, one row waits: that pays
+    assert len(batcher.rows) == 3  # three rows save half of their time each while one row waits: that pays
     batcher.pace.step = 8.0
     submit(batcher, [3, 4], 50, plan, "decay")
     batcher.step()
-    assert len(batcher.rows) == 5  # two that wait lose more than three save
+    assert len(batcher.rows) == 5  # two waiting rows lose more than three running rows save
     for _ in range(6):
         batcher.step()
     assert {row.depth for row in batcher.rows} == {4}
@@ -314,7 +314,7 @@ def test_new_rows_wait_for_others_of_their_age_where_that_pays_and_not_for_long(
     submit(batcher, [3, 4], 50, plan, "decay")
     batcher.step()
     assert len(batcher.waiting) == 1
-    clock.now += 1  # the bound on waiting
+    clock.now += 1  # past the longest wait
     batcher.step()
     assert len(batcher.rows) == 6
 
@@ -325,7 +325,7 @@ def test_prompts_are_read_in_chunks_between_the_steps_of_others() -> None:
     batcher.step()
     submit(batcher, [6] * 30, 2)
     seen = [[update.id for update in batcher.step()] for _ in range(4)]
-    assert seen == [[fast]] * 4  # four chunks of six, and not one step without a token for the other row
+    assert seen == [[fast]] * 4  # four chunks of six, and the other row gets a token in every step
 
 
 def test_a_short_prompt_speaks_while_a_long_one_is_read() -> None:
@@ -339,7 +339,7 @@ def test_a_short_prompt_speaks_while_a_long_one_is_read() -> None:
 
 
 def test_newcomers_take_half_of_a_step_at_most_from_the_oldest_prompt() -> None:
-    """However many come; and a prompt of more than half the oldest's length does not overtake it."""
+    """However many arrive. A prompt more than half as long as the oldest does not overtake it."""
     batcher = Batcher(Engine(tiny_model(), None), SMALL)
     submit(batcher, [6] * 200, 1)
     batcher.step()
@@ -398,7 +398,7 @@ def test_a_step_of_graphs_is_shared_likewise() -> None:
     assert read_shares([60, 25, 25, 25], 160) == [60, 25, 25, 25]
     assert read_shares([60, 25, 25, 25], 120) == [60, 25, 25, 10]
     assert read_shares([100, 60], 64, decoding=4) == [60, 0]
-    assert read_shares([250, 10], 64) == [0, 0]  # too much: passes of their own
+    assert read_shares([250, 10], 64) == [0, 0]  # too much for a step: separate passes
 
 
 def test_log_probabilities_are_the_models_own() -> None:
@@ -453,7 +453,7 @@ def test_warm_up_leaves_nothing_behind_and_knows_the_pace() -> None:
 
 
 def test_lossless_rows_draft_among_others_and_say_what_full_depth_says(architecture: str, windows: Windows) -> None:
-    """Whoever drafts: the text before, beside rows of every mode, or layers, where nobody else goes deeper."""
+    """With prompt lookup next to rows of every mode, and with shallow layers where no other row runs deeper."""
     model = tiny_model(architecture)
     batcher = check_random_arrivals(model, seed=5, modes=("lossless", "lossless", "decay", "full"), windows=windows)
     assert 0 < batcher.counters.accepted < batcher.counters.drafted
@@ -464,7 +464,7 @@ def test_lossless_rows_draft_among_others_and_say_what_full_depth_says(architect
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_share_repairs_and_little_room(seed: int, windows: Windows) -> None:
-    """What drafts hold was promised at admission: a window never reaches beyond the answer that was asked for."""
+    """Admission reserves the blocks that drafts need: a window never extends past the requested answer length."""
     model = tiny_model()
     a_block = Batcher(Engine(model, None), SMALL).blocks.stores[0].block_bytes * LAYERS
     settings = BatchSettings(max_batch=4, prefill_tokens=6, cache_bytes=5 * a_block)
@@ -476,7 +476,7 @@ def test_drafts_share_repairs_and_little_room(seed: int, windows: Windows) -> No
 
 
 def perfect_engine(tokenizer: Any = None, model: Any = None) -> Engine:
-    """Its shallow pass is the full one: layer 3 does nothing."""
+    """An engine whose drafts are always right: layer 3 does nothing."""
     model = tiny_model() if model is None else model
     with torch.no_grad():
         model.model.layers[3].self_attn.o_proj.weight.zero_()
@@ -500,13 +500,13 @@ def test_drafts_that_are_right_are_kept_and_counted(windows: Windows) -> None:
     assert result.draft_depths.count(LAYERS - 1) == result.accepted
     assert 1 + result.verifications + result.accepted == 40
     assert result.layers_executed == (1 + result.verifications) * LAYERS + result.drafted * (LAYERS - 1)
-    # What ran is counted by row: every draft, and every token of a verification but the prompt's.
+    # Work is counted per row: every draft and every verified token, but not the prompt.
     assert batcher.counters.layers_executed == result.drafted * (2 * LAYERS - 1) + result.verifications * LAYERS
     assert batcher.counters.layers_executed == batcher.counters.layers_full
 
 
 def watched_parts(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Part]]:
-    """The passes that a batch runs from now on."""
+    """Record the passes that a batch runs from now on."""
     passes: list[Sequence[Part]] = []
     run = batcher.runner.run
 
@@ -591,7 +591,7 @@ def test_what_reads_the_text_or_tells_of_every_token_goes_token_by_token(setting
 
 
 def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> None:
-    """By the measured time of steps, which all rows wait for."""
+    """According to measured step times, since all rows wait for a step."""
     free, dear = BatchPace(), BatchPace()
     for rows in range(1, 20):
         free.takes_to_verify(rows, 1.0)
@@ -606,16 +606,16 @@ def test_drafts_pay_where_rows_are_free_and_not_where_each_costs_the_same() -> N
     assert rates == sorted(rates, reverse=True)
     for _ in range(3):
         free.saw_step(4, 1.0)
-    free.saw_step(5, 1000.0)  # something was loaded on the way
+    free.saw_step(5, 1000.0)  # as if something was loaded meanwhile
     assert free.verify(5) < 1.5
-    for seconds in (0.01, 0.02, 0.05, 0.04):  # a machine whose speed changes, not what rows cost
+    for seconds in (0.01, 0.02, 0.05, 0.04):  # the machine's speed changes, the relative cost of rows does not
         for rows in (4, 4, 4, 4, 6, 4):
             some.saw_step(rows, seconds * (1 + 0.1 * rows))
     assert some.verify(6) / some.verify(4) == pytest.approx(1.6 / 1.4, rel=0.15)
 
 
 def test_the_real_model_answers_alike_alone_and_in_company(cache: Path) -> None:
-    """With its calibrated plan and repair maps, and texts that come one after the other."""
+    """With its calibrated plan and repair maps, and staggered arrivals."""
     loaded = load(device="cpu")
     engine = Engine(loaded.model, loaded.tokenizer, Plan.load(EMBEDDED_PLAN))
     batcher = Batcher(engine, BatchSettings(max_batch=4, prefill_tokens=32, max_positions=256))
@@ -647,5 +647,5 @@ def test_a_new_row_knows_how_often_others_found_the_right_words() -> None:
     assert second.lookup.acceptance < 0.3
     first.tokens, first.source = [5], TrackRecord(StepCosts(0.3), depth=4)
     before = batcher.drafting.found.value
-    first.judge([5, 6])  # drafts by layers say nothing about lookup
+    first.judge([5, 6])  # shallow-layer drafts do not count for lookup
     assert batcher.drafting.found.value == before

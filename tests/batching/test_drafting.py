@@ -1,4 +1,4 @@
-"""Drafts of a batch's lossless rows on made-up times: they stop where they do not pay, and go on where they do."""
+"""Drafting of lossless rows in a batch, with made-up step times: it stops where it does not pay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from depthdecay.batching.drafting import BatchDrafting, RowDrafts
 from depthdecay.engine.request import prepare_request
 
 RIGHT, WRONG = 1, 2
-Seconds = Callable[[int, int], float]  # of a step with so many rows and so many drafts beside them
+Seconds = Callable[[int, int], float]  # step time by number of rows and of drafts
 
 
 def every_token_costs_the_same(rows: int, drafts: int) -> float:
@@ -24,7 +24,7 @@ def every_token_costs_the_same(rows: int, drafts: int) -> float:
 
 
 def long_texts(rows: int, drafts: int) -> float:
-    """A row reads its own keys and values, which its drafts share."""
+    """A row's drafts share its keys and values, so they cost less than rows."""
     return 0.01 * (rows + 0.4 * drafts)
 
 
@@ -43,7 +43,7 @@ class MadeUpText:
 
 
 class MadeUpRow:
-    """A row whose drafts are right with a given chance."""
+    """A row whose drafts are accepted with a given probability."""
 
     def __init__(self, drafts: RowDrafts, depth: int) -> None:
         self.drafts, self.depth, self.index = drafts, depth, 0
@@ -67,7 +67,7 @@ def made_up_batch(rows: int) -> tuple[BatchDrafting, list[Any]]:
 def speed(
     drafting: BatchDrafting, rows: list[Any], seconds: Seconds, right: float, steps: int, noise: float = 0
 ) -> Any:
-    """Tokens in the time of one at full depth, how many were drafted, and when last, for so many passes."""
+    """Over so many steps: tokens per row in the time of a full-depth step, and the number of drafts."""
     chance = random.Random(0)
     taken, kept, drafted = 0.0, 0, 0
     for _ in range(steps):
@@ -98,7 +98,7 @@ def speed(
 def test_a_batch_pauses_where_every_token_costs_the_same(rows: int, right: float, noise: float) -> None:
     drafting, made = made_up_batch(rows)
     found = speed(drafting, made, every_token_costs_the_same, right, 100, noise)
-    assert 0 < found.drafted <= (3 if noise == 0 else 20) * rows  # tries, which tell what drafts cost
+    assert 0 < found.drafted <= (3 if noise == 0 else 20) * rows  # trial drafts, to time their cost
     assert found.rate > 0.97
 
 
@@ -139,7 +139,7 @@ def test_prompts_are_read_before_anybody_decodes_where_texts_begin_together() ->
         for update in batcher.step():
             got.setdefault(update.id, []).append(update.token)
         if any(row.in_prompt for row in batcher.rows):
-            assert all(len(tokens) == 1 for tokens in got.values())  # the one that comes with the prompt
+            assert all(len(tokens) == 1 for tokens in got.values())  # the one from prefill
     assert list(dict(sorted(got.items())).values()) == [
         result.token_ids for result in engine.generate(prompts, 6, mode="full", eos_token_id=-1)
     ]

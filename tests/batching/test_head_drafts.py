@@ -1,4 +1,4 @@
-"""Rows of a batch that draft by a learned head: every answer is the full model's, whatever the head says."""
+"""Rows of a batch that draft with a learned head: answers equal the full model's, whatever the head drafts."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_prompts_in_pieces_and_rows_that_come_and_go(windows: list[int]) -> None
     assert not ids
     assert drafted > 0
     assert batcher.head is not None
-    assert not batcher.head.rows  # nothing of rows that have left
+    assert not batcher.head.rows  # no state is left of finished rows
 
 
 def test_rows_draft_what_each_would_alone() -> None:
-    """Beside longer and shorter texts, and behind windows of which more or less was right."""
+    """Next to longer and shorter texts, and after windows with more or fewer accepted drafts."""
     model = tiny_model("llama")
     stack = LayerStack.of(model)
     placed = PlacedHead(random_head(model), stack)

@@ -243,7 +243,7 @@ def test_layers_that_cannot_be_captured_are_refused_and_nothing_runs_otherwise(m
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda engine: setattr(engine, "uses_graphs", False), "only our CUDA kernels promise that"),
+        (lambda engine: setattr(engine, "uses_graphs", False), "only our CUDA kernels guarantee that"),
         (lambda engine: setattr(engine, "compiled", None), "layers are not compiled"),
         (lambda engine: engine.compiled.exactness.tell(same_bits=False), "a trial has shown"),
     ],

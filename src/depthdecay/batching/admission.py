@@ -1,4 +1,4 @@
-"""Who enters the batch, and when: the line of those that wait, and the wait for others of the same age."""
+"""Which waiting requests join the batch, and when: the queue, and the short wait to group requests into cohorts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from depthdecay.runners.kv_blocks import KVBlocks
 
 @dataclass
 class CohortPace:
-    """How long passes take, for the choice of cohorts: seconds of a step, and of one layer with one row."""
+    """Pass times for deciding on cohorts: seconds per step, and per layer with a single row."""
 
     step: float = 0.0
     lone_layer: float = 0.0
@@ -22,10 +22,10 @@ class CohortPace:
 
 
 class Admission:
-    """The waiting line of one batch."""
+    """The queue of one batch."""
 
     def __init__(self, blocks: KVBlocks, max_batch: int, cohort_seconds: float, prefill_tokens: int) -> None:
-        """`cohort_seconds`: the longest that a request waits for others of its age."""
+        """`cohort_seconds`: how long a request waits at most for others to join it."""
         self.blocks = blocks
         self.max_batch = max_batch
         self.cohort_seconds = cohort_seconds
@@ -34,17 +34,17 @@ class Admission:
         self.pace = CohortPace()
 
     def admit(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> list[BatchRow]:
-        """First come, first served, but for those that fit while one before them does not.
+        """First come, first served, except that a row that fits may overtake an earlier one that does not.
 
-        Whoever will have left by the time that the big one could enter does not delay it, and may always pass. Others
-        pass it at most as often as a batch has rows: then it is next, whatever comes.
+        A row that finishes before the big one could enter does not delay it, so it may always overtake. Other rows
+        overtake it at most `max_batch` times in all; after that the big one is next.
         """
         if self._waits_for_cohort(running, clock):
             return []
         entered: list[BatchRow] = []
         for row, delayed in self._that_may_enter(running):
             if not self.blocks.can_hold(row.most_blocks):
-                continue  # one before it has taken the room
+                continue  # a row admitted just now took the space
             self.waiting.remove(row)
             row.slot = self.blocks.enter(row.most_blocks)
             entered.append(row)
@@ -53,8 +53,8 @@ class Admission:
         return entered
 
     def _that_may_enter(self, running: Sequence[BatchRow]) -> Iterator[tuple[BatchRow, list[BatchRow]]]:
-        """Those that wait and would fit, each by itself, with those before them that it might delay."""
-        too_big: list[tuple[BatchRow, int]] = []  # with the steps until it fits
+        """Waiting rows that would fit, each taken alone, with the earlier rows that each might delay."""
+        too_big: list[tuple[BatchRow, int]] = []  # with the number of steps until each fits
         for row in list(self.waiting):
             if not self.blocks.free_slots:
                 return
@@ -66,11 +66,11 @@ class Admission:
                 yield row, delayed
 
     def _steps_left(self, row: BatchRow) -> int:
-        """At most: a prompt is read at half a step's budget or faster, and every other step gives a token or more."""
+        """An upper bound: a prompt gets at least half of each step's budget, and each later step yields a token."""
         return -(-2 * row.unread // self.prefill_tokens) + row.new_tokens - row.index
 
     def _steps_until_it_fits(self, big: BatchRow, running: Sequence[BatchRow]) -> int:
-        """At most, if nobody enters: rows leave one after the other, and what was promised to them is free."""
+        """An upper bound if no row is admitted meanwhile: rows finish one by one and free their reserved blocks."""
         free = [store.blocks - store.promised for store in self.blocks.stores]
         for row in sorted(running, key=self._steps_left):
             free = [kind + own for kind, own in zip(free, self.blocks.promises[row.slot], strict=True)]
@@ -79,11 +79,12 @@ class Admission:
         return 0
 
     def _waits_for_cohort(self, running: Sequence[BatchRow], clock: Callable[[], float]) -> bool:
-        """Whether new rows should wait for others of their age.
+        """Whether new rows should wait and enter together with others.
 
-        A new row makes layers run that the batch has dropped. One that comes d seconds later keeps them running
-        for d longer; both together would not. So waiting saves every row the share of its time that those layers take,
-        and costs each waiting row all of it. Once more wait than that, or the first has waited long enough, all enter.
+        A new row runs layers that the batch has already dropped. If a second one follows d seconds later, those layers
+        run d seconds longer than if both had entered together. So waiting saves each running row the share of its time
+        that those layers take, and costs each waiting row all of its time. Rows enter once that no longer pays, or
+        once the first has waited `cohort_seconds`.
         """
         if not running or not self.waiting or not self.pace.step:
             return False

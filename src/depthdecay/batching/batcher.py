@@ -34,21 +34,21 @@ States = dict[int, torch.Tensor]  # by layer
 
 logger = logging.getLogger("depthdecay.batching")
 
-DEFAULT_POSITIONS = 4096  # for models that set no bound
+DEFAULT_POSITIONS = 4096  # for models that state no context limit
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What an operator decides about a batch."""
+    """The operator's settings for a batch."""
 
     max_batch: int = 32
     prefill_tokens: int = 128  # prompt tokens read between two decoding steps
-    cohort_seconds: float = 0.02  # the longest that a request waits for others of its age
-    cache_bytes: int | None = None  # for keys and values; None: for max_batch texts, within half of what is free
-    max_positions: int | None = None  # longest text, prompt and answer; None: the model's context
-    draft_rows: int = 64  # lossless rows draft while a step has no more rows than this, drafts counted
-    exact: bool = False  # whether no answer may depend on its neighbours, to the last bit; refused where it would
-    prompts_first: bool = False  # nobody decodes before all prompts are read: for texts that begin and end together
+    cohort_seconds: float = 0.02  # how long a request waits at most for others to join it
+    cache_bytes: int | None = None  # for the KV cache; None: enough for max_batch texts, up to half of free memory
+    max_positions: int | None = None  # longest text, prompt plus answer; None: the model's context limit
+    draft_rows: int = 64  # lossless rows draft while a step has at most this many rows, drafts included
+    exact: bool = False  # batch-invariant answers, bitwise; refused where that cannot be guaranteed
+    prompts_first: bool = False  # prefill all prompts before decoding: for texts that start and end together
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "prefill_tokens", "cache_bytes", "max_positions", "draft_rows"):
@@ -61,7 +61,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step brought for one sequence."""
+    """What one step produced for one sequence."""
 
     id: int
     token: int | None = None
@@ -72,23 +72,23 @@ class Update:
     logprobs: Logprobs | None = None
     finished: bool = False
     result: Result | None = None  # with the last update
-    error: Exception | None = None  # its pass failed; there will be no more
+    error: Exception | None = None  # its pass failed; no more updates follow
 
 
 @dataclass
 class Counters:
-    """What ran, counted where it ran."""
+    """Work done, counted where it runs."""
 
     steps: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
-    layers_executed: int = 0  # layers times rows of decoding passes
-    layers_full: int = 0  # the same at full depth; of lossless rows, drafts and all, what they ran
-    layer_passes: int = 0  # layers of decoding passes, however many rows each had
-    drafted: int = 0  # tokens that verifications judged
+    layers_executed: int = 0  # layers times rows, in decode passes
+    layers_full: int = 0  # the same at full depth; lossless rows count what they ran, drafts included
+    layer_passes: int = 0  # layers of decode passes, whatever their number of rows
+    drafted: int = 0  # drafts that were verified
     accepted: int = 0
-    errors: int = 0  # rows that were given up
-    failed_passes: int = 0  # also those whose rows ran when they were repeated in halves
+    errors: int = 0  # rows that failed
+    failed_passes: int = 0  # including those that succeeded when retried in halves
 
 
 class Batcher:
@@ -116,7 +116,7 @@ class Batcher:
         wanted = min(useful, self.settings.cache_bytes or max(a_block, _spare_bytes(engine.device)))
         if wanted < a_block:
             raise DepthDecayError(
-                f"{wanted} bytes for keys and values hold not even one block; expected at least {a_block}"
+                f"{wanted} bytes for the KV cache are less than one block; expected at least {a_block}"
             )
         self.blocks = KVBlocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.repairs = engine.repairs.placed(self.stack.examples())
@@ -140,11 +140,11 @@ class Batcher:
 
     @property
     def inexact(self) -> str | None:
-        """Why an answer may depend on its neighbours, bit by bit; None where it does not."""
+        """Why answers are not batch-invariant; None where they are."""
         return self.runner.inexact
 
     def warm_up(self) -> None:
-        """Answer something once: libraries load what they need, graphs are there, and a lone row's pace is known."""
+        """Decode a short text: libraries load, graphs are captured, and the pace of a single row is timed."""
         self.runner.capture_ahead()
         request = prepare_request(self.engine, [[0, 0]], 4, UNENDING)
         self.submit(request)
@@ -159,7 +159,7 @@ class Batcher:
         self._time_rows()
 
     def _time_rows(self) -> None:
-        """What a step takes by its number of rows: 1, 2, 4, … of one text, as drafts are."""
+        """Time a step with 1, 2, 4, … rows. All belong to one text, as drafts do."""
         pace, rows, one = self.drafting.pace, 1, 0.0
         while rows <= min(self.settings.draft_rows, self.max_positions):
             needs = from_the_start(self.blocks.needs(self.engine.full_plan, rows, 1))
@@ -169,7 +169,7 @@ class Batcher:
             self.blocks.extend(slot, range(self.stack.num_layers), rows)
             parts = [Part(slot, 0, [0] * rows, self.stack.num_layers, self.engine.full_plan, wanted=rows)]
             times = []
-            for _ in range(3):  # the first may load something
+            for _ in range(3):  # the first may include loading
                 started = time.perf_counter()
                 self.runner.run(parts).logits.argmax(-1).tolist()
                 times.append(time.perf_counter() - started)
@@ -188,14 +188,14 @@ class Batcher:
         logprobs: int | None = None,
         into: Sequence[tuple[Result, Sampler]] | None = None,
     ) -> list[int]:
-        """Let a request wait for its place: an id for each of its prompts. `into`: their results and
-        samplers, where the caller has made them."""
+        """Queue a request and return an id for each of its prompts. `into`: their results and samplers, where the
+        caller has created them."""
         rows = self.intake.rows_of(request, plan, mode, self.clock(), logprobs=logprobs, into=into)
         self.waiting.extend(rows)
         return [row.id for row in rows]
 
     def cancel(self, sequence_id: int) -> bool:
-        """Forget a sequence, wherever it is; False where it has ended already."""
+        """Drop a waiting or running sequence; False if it has already ended."""
         for sequence in self.waiting:
             if sequence.id == sequence_id:
                 self.waiting.remove(sequence)
@@ -214,7 +214,8 @@ class Batcher:
         return self.blocks.usage([sequence.length for sequence in self.rows])
 
     def step(self) -> list[Update]:
-        """Admit, read a piece of the prompts, then one pass for all that decode: a token each, a draft, or several."""
+        """Admit rows, prefill part of the prompts, then run one pass for all decoding rows: each gets a token, a draft,
+        or several tokens."""
         self.rows += self.admission.admit(self.rows, self.clock)
         updates: list[Update] = []
         within, apart = self._prompts_to_read()
@@ -239,14 +240,14 @@ class Batcher:
         return updates
 
     def _draft(self, decoding: Sequence[BatchRow], within: Sequence[BatchRow]) -> None:
-        """Let lossless rows draft as far as the step has room for it."""
+        """Let lossless rows draft as much as fits into the step."""
         room = self.settings.draft_rows
         if self.runner.graphs is not None:
             room = min(room, self.runner.graphs.rows - sum(row.share for row in within))
         self.drafting.prepare(decoding, room, self.stack.num_layers if within else 0)
 
     def _prompts_to_read(self) -> tuple[list[BatchRow], list[list[BatchRow]]]:
-        """Rows whose prompts are read on within the step, and those that are read in passes of their own."""
+        """Rows whose prompts are prefilled within the decode step, and those prefilled in separate passes."""
         graphs, budget = self.runner.graphs, self.settings.prefill_tokens
         if graphs is not None and graphs.exact:
             return read_exactly(self.rows, graphs.rows, budget)
@@ -254,9 +255,9 @@ class Batcher:
         return within, [] if within else read_in_own_passes(self.rows, budget)
 
     def _pass(self, rows: Sequence[BatchRow]) -> list[Update]:
-        """Run a pass; where it fails, halves of it, until only the rows that cannot run are left out.
+        """Run a pass. If it fails, retry it in halves until only the rows that cannot run are left out.
 
-        A pass may be repeated: it writes keys and values in the same places, and rows move on only behind it.
+        Retrying is safe: a pass writes keys and values to the same positions, and rows advance only after it.
         """
         try:
             said = self._run(rows)
@@ -264,7 +265,7 @@ class Batcher:
             self.counters.failed_passes += 1
             if len(rows) > 1:
                 logger.warning(
-                    "a pass failed; repeated in halves", exc_info=True, extra={"fields": {"rows": len(rows)}}
+                    "a pass failed; retrying in halves", exc_info=True, extra={"fields": {"rows": len(rows)}}
                 )
                 half = len(rows) // 2
                 return self._pass(rows[:half]) + self._pass(rows[half:])
@@ -273,7 +274,7 @@ class Batcher:
 
     def _run(self, rows: Sequence[BatchRow]) -> Said:
         parts: list[Part] = []
-        full = 0  # layers that decoding at full depth would run
+        full = 0  # layers that full-depth decoding would run
         layers = self.stack.num_layers
         for row in rows:
             tokens, depth = row.next_tokens(), row.pass_depth
@@ -294,9 +295,9 @@ class Batcher:
         return said
 
     def _taken(self, rows: Sequence[BatchRow], passed: Said) -> list[Update]:
-        """Move the rows on, and hand out the tokens of those that have read their prompts."""
+        """Advance the rows, and return the tokens of those whose prompts are prefilled."""
         states = self._states_of(rows, passed)
-        speaking: list[tuple[BatchRow, int, range]] = []  # with the depth and the places of what the pass said of each
+        speaking: list[tuple[BatchRow, int, range]] = []  # each with its depth and its indices into the pass's logits
         behind = 0
         for row in rows:
             tokens, depth = row.next_tokens(), row.pass_depth
@@ -307,7 +308,7 @@ class Batcher:
                 row.length += len(tokens)
                 self._read_along(row, row.prompt[row.length - len(tokens) + 1 : row.length + 1], states)
             elif not row.is_drafting:
-                row.length += 1  # and by every draft that turns out right
+                row.length += 1  # plus one for each accepted draft, in `keep`
             if not row.in_prompt:
                 speaking.append((row, depth, places))
         if not speaking:
@@ -323,7 +324,7 @@ class Batcher:
         return updates
 
     def _states_of(self, rows: Sequence[BatchRow], passed: Said) -> dict[int, States]:
-        """By row's id, what a draft head reads of the pass: of every token, the states of its layers."""
+        """For each row id, the hidden states that the draft head reads: one per token and layer."""
         if self.head is None or not passed.states:
             return {}
         found, behind = {}, 0
@@ -335,7 +336,7 @@ class Batcher:
         return found
 
     def _read_along(self, row: BatchRow, tokens: Sequence[int], states: dict[int, States]) -> None:
-        """Let the draft head know tokens that are certain now: each follows a position whose states the pass had."""
+        """Feed the draft head the tokens that are now final. Each follows a position whose states the pass returned."""
         own = states.get(row.id)
         if self.head is None or own is None or not tokens:
             return
@@ -343,7 +344,7 @@ class Batcher:
         states[row.id] = {layer: state[len(tokens) :] for layer, state in own.items()}
 
     def _picked(self, asked: Sequence[tuple[BatchRow, int]], logits: torch.Tensor) -> list[int | Exception]:
-        """The token with this index of each row."""
+        """Sample the token at the given index of each row; an exception stands for a row that failed."""
         samplers, indices = [row.sampler for row, _ in asked], [index for _, index in asked]
         together = ROWS_PICKED if self.settings.exact else None
         try:
@@ -367,7 +368,7 @@ class Batcher:
         logits: torch.Tensor,
         states: dict[int, States],
     ) -> list[Update]:
-        """A draft is kept for its verification; of all else the tokens that are right are told."""
+        """Keep a draft for its verification; otherwise return updates for the accepted tokens."""
         tokens = [token for token in picked if not isinstance(token, Exception)]
         errors = [error for error in picked if isinstance(error, Exception)]
         if errors:
@@ -388,7 +389,7 @@ class Batcher:
                 updates.append(self._told(row, token, depth, logits))
                 if row.row.finished:
                     break
-        except Exception as error:  # a tokenizer that cannot decode, for one: this row's own trouble
+        except Exception as error:  # such as a tokenizer that cannot decode; only this row fails
             updates.append(self._failed(row, error))
         return updates
 
@@ -439,16 +440,16 @@ class Batcher:
 
 def _refuse_unsupported(engine: Engine) -> None:
     if len({parameter.device for parameter in engine.stack.model.parameters()}) > 1:
-        raise UnsupportedModelError("the model is spread over several devices; a batch of requests needs it on one")
+        raise UnsupportedModelError("the model is spread over several devices; batched requests need it on one")
     config = engine.stack.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "mrope_section" in str(rope):
         raise UnsupportedModelError(
-            f"{type(engine.stack.model).__name__} has positions of several axes, which rows of a batch cannot mix"
+            f"{type(engine.stack.model).__name__} has multi-axis positions (M-RoPE), which a batch does not support"
         )
 
 
 def _spare_bytes(device: torch.device) -> int:
-    """Half of what is free; where the system does not say, 2 GiB."""
+    """Half of the free memory, or 2 GiB where the system does not report it."""
     free = free_bytes(device)
     return 2**31 if math.isinf(free) else int(free) // 2

@@ -1,19 +1,19 @@
-"""Drafts of lossless rows in a batch: which, how many, and whether they pay beside the other rows.
+"""Drafts of lossless rows in a batch: which, how many, and whether they pay given the other rows.
 
-A verification is some rows of one token that share a slot: keys are written before any row looks, and each looks no
-further than its own position. So a pass knows nothing of drafts, and no other row is made wider by them.
+A verification is several one-token rows that share a slot. Keys are written before any row attends, and each attends
+only up to its own position. So a pass needs no notion of drafts, and drafts do not pad any other row.
 
-Drafts found in the text before cost no pass, only rows of the next one, which takes longer by them for everybody. So a
-row is charged for all of that, by measured times: with R rows a window of m drafts costs
+Prompt-lookup drafts cost no pass of their own, only extra rows in the next one, which slow it down for every row. A row
+is charged for all of that, using measured times: with R rows, a window of m drafts costs
 
     1 + R · (time(R + m) / time(R) - 1)
 
-steps, which is 1 while reading weights takes the time, and more than it can bring where every token costs the same.
-Where it does not pay, rows go on without drafts. Whether theirs would have been right is seen all the same, for
-nothing: the next token tells. What drafts cost has to be tried, by the whole batch at once and ever more rarely.
+steps. That is 1 while the step is bound by reading weights, and more than it can gain where every token costs the same.
+Where drafting does not pay, rows decode without drafts. Lookup accuracy is still tracked at no cost, by comparing the
+next token with the guess. The cost of drafts must be tried: by the whole batch at once, and less and less often.
 
-Drafts by layers save time only where the whole step is shallow: one row at full depth makes every layer run. So
-lossless rows draft in the same steps and are verified in the same step, and only while nothing else goes deeper.
+Shallow-layer drafts save time only where the whole step is shallow, since one full-depth row makes every layer run. So
+lossless rows draft in the same steps and are verified in the same step, and only while no other row runs deeper.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ from depthdecay.speculative.prompt_lookup import Lookup
 if TYPE_CHECKING:
     from depthdecay.batching.row import BatchRow
 
-# What a further row costs on a CPU until that is timed, of a step of one row: there, products are much of the work.
+# The cost of another row on a CPU, as a share of a one-row step, until it is timed: CPUs are closer to compute-bound.
 ROW_ON_CPU = 0.4
 
 
 class RowDrafts:
-    """One lossless row's window: the drafts that its next full pass judges."""
+    """One lossless row's window: the drafts that its next full pass verifies."""
 
     def __init__(self, prompt: Sequence[int], request: Request, can_draft: bool, common: Share) -> None:
-        """`can_draft`: False for a row that needs its tokens one by one; it is still accounted for.
+        """`can_draft`: False for a row that must decode token by token; it is still counted.
 
-        `common`: how often what rows found was right; a new row starts from there.
+        `common`: the lookup acceptance rate over all rows, which a new row starts from.
         """
         self.tokens: list[int] = []
-        self.guess: int | None = None  # what it would have drafted first, where it drafts nothing
+        self.guess: int | None = None  # the first token it would have drafted, where it drafts nothing
         self.source: TrackRecord | None = None
-        self.is_drafting = False  # its next pass makes a draft
+        self.is_drafting = False  # whether its next pass produces a draft
         self.longest = request.window if can_draft else 0
         self.text = Lookup(prompt, request.lookup) if can_draft and request.lookup else None
         self.lookup = TrackRecord(StepCosts(0.0), prior=common.value)
         self.common = common
 
     def found(self, longest: int) -> list[int]:
-        """What followed the same words before."""
+        """Prompt lookup: the tokens that followed the current ending earlier in the text."""
         return self.text.after(longest) if self.text is not None else []
 
     def judge(self, said: Sequence[int]) -> list[int | None]:
-        """By token that is kept of what the full model said, its source: a depth, 0 for lookup, None for itself."""
+        """The source of each token kept from the full model's output: a depth, 0 for lookup, None for the model."""
         right = count_right(self.tokens, said)
         depth = None if self.source is None else self.source.depth
         if not self.tokens and self.guess is not None:
@@ -98,13 +98,13 @@ Found = tuple[RowDrafts, list[int]]
 
 
 class Tries:
-    """When a batch drafts although it does not seem to pay, to see what it costs: ever more rarely while that is so."""
+    """When to draft although it does not seem to pay, in order to time it: less and less often."""
 
     def __init__(self) -> None:
-        self._pause, self._next_pause = PAUSE // 4, PAUSE  # not before a few plain steps were timed
+        self._pause, self._next_pause = PAUSE // 4, PAUSE  # a few plain steps are timed first
 
     def is_due(self) -> bool:
-        """Asked at every step in which nothing pays."""
+        """Called at every step in which no drafts pay."""
         if self._pause > 0:
             self._pause -= 1
             return False
@@ -118,15 +118,15 @@ class Tries:
 
 @dataclass
 class BatchPace(Pace):
-    """What full-depth steps take by their number of rows, drafts counted: not in seconds but in steps of one row.
+    """The time of a full-depth step by its number of rows, drafts included. The unit is a one-row step, not seconds.
 
-    A step is held against those just before it, where these had another number of rows. A machine that others use is
-    faster now and slower then, by more than what a row costs, and drafts that are not tried are not timed.
+    A step is compared with the steps just before it, if those had a different number of rows. The speed of a shared
+    machine drifts by more than the cost of a row, and drafts that are not tried are not timed.
     """
 
-    most_in_a_row: float = math.inf  # steps with drafts, before one without shows what they are held against
-    together: int = 1  # rows that go through windows by layers together
-    unit: float = 0.0  # seconds of a step of one row, as of now
+    most_in_a_row: float = math.inf  # steps with drafts in a row, before one without is needed as a baseline
+    together: int = 1  # rows that draft and verify together
+    unit: float = 0.0  # current seconds per one-row step
     before: int = 0  # rows of the last step
 
     def __post_init__(self) -> None:
@@ -134,17 +134,17 @@ class BatchPace(Pace):
 
     @property
     def has_begun(self) -> bool:
-        """Whether drafts may come: not where they are first to be held against something."""
+        """Whether drafting may start: not where a baseline must be timed first."""
         return True
 
     def longest_after(self, in_a_row: int) -> int:
-        """Drafts that a row may have in the last of so many steps with drafts."""
+        """How many drafts a row may have, after `in_a_row` steps in a row with drafts."""
         return LONGEST
 
     def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
-        """`drafts`: so many of the rows are drafts."""
+        """`drafts`: how many of the rows are drafts."""
         known = self.verify(rows)
-        if self.unit and rows not in (1, self.before):  # the first pass of its kind may load or capture something
+        if self.unit and rows not in (1, self.before):  # clamped: the first pass of a kind may load or capture
             sample = min(max(seconds / self.unit, known / 3), 3 * known)
             self.takes_to_verify(rows, 0.8 * known + 0.2 * sample)
         now = seconds / known
@@ -152,14 +152,14 @@ class BatchPace(Pace):
         self.before = rows
 
     def _estimate(self, tokens: int) -> float:
-        """On the line between the nearest numbers that were timed: the step from one row to two may be the largest."""
+        """Interpolate between the nearest timed counts: going from one row to two may be the largest jump."""
         known = sorted(self.verifications)
         if len(known) == 1:
             return super()._estimate(tokens)
         low = max(count for count in known if count <= tokens)
         least = self.verifications[low]
         if low in (tokens, known[-1]):
-            return least * tokens / low  # beyond them every row costs the same
+            return least * tokens / low  # beyond the timed counts, assume that every row costs the same
         high = min(count for count in known if count > tokens)
         return least + (self.verifications[high] - least) * (tokens - low) / (high - low)
 
@@ -168,35 +168,35 @@ class BatchPace(Pace):
         return StepCosts(share, lambda tokens: self.verify(self.together * tokens) / plain)
 
     def charged(self, rows: int) -> StepCosts:
-        """For one row's drafts that cost no pass, beside so many rows with itself: all the time that they take."""
+        """Costs of one row's lookup drafts in a step of `rows` rows: all the time that they add, for every row."""
         plain = self.verify(rows)
         return StepCosts(0.0, lambda tokens: 1 + rows * (self.verify(rows + tokens - 1) / plain - 1))
 
 
 @dataclass
 class CPUPace(BatchPace):
-    """Where rows are dear: what drafts cost, of what so many more rows would by the curve that was timed or guessed.
+    """For CPUs, where rows are expensive: the cost of a draft as a share of the cost of another row.
 
-    A draft shares its row's keys and values, so in long texts it costs less than a row. One number is learnt from all
-    steps with drafts, against those without: what single widths took would each be as uncertain as one step's time.
+    A draft shares its row's keys and values, so in long texts it costs less than a row. A single share is learned from
+    all steps with drafts compared with those without: a cost per width would be as noisy as one step's time.
     """
 
     most_in_a_row: float = 16
     share_of_row: float = 1.0
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # the unit by the last steps without drafts
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # the unit in the last steps without drafts
 
     @property
     def has_begun(self) -> bool:
         return self.unit > 0
 
     def longest_after(self, in_a_row: int) -> int:
-        return max(1, in_a_row)  # one more a step: a cost that was timed badly is found out before it is paid in full
+        return max(1, in_a_row)  # one more per step, so that a mistimed cost is noticed before it is paid in full
 
     def saw_step(self, rows: int, seconds: float, drafts: int = 0) -> None:
         plain = self.verify(rows - drafts)
         if drafts == 0:
             self.plain.append(seconds / plain)
-            # Others on the machine only make steps longer: a slow one must not let drafts seem cheap.
+            # Other load only makes steps longer, and a slow baseline would make drafts seem cheap: so a low quantile.
             self.unit = sorted(self.plain)[len(self.plain) // 4]
         elif self.unit:
             longer = seconds / (self.unit * plain) - 1
@@ -207,7 +207,7 @@ class CPUPace(BatchPace):
         return super()._estimate(tokens) if len(self.verifications) > 1 else 1 + ROW_ON_CPU * (tokens - 1)
 
     def _longer(self, rows: int, more: int) -> float:
-        """By how much of a step so many more rows would prolong it."""
+        """How much longer a step gets with `more` rows, as a share of the step."""
         return max(self.verify(rows + more) / self.verify(rows) - 1, 0.001)
 
     def costs(self, share: float, depth: int = 0) -> StepCosts:
@@ -221,30 +221,30 @@ class CPUPace(BatchPace):
 
 
 class BatchDrafting:
-    """What the lossless rows of a batch do in its next step."""
+    """Decides what the lossless rows of a batch do in the next step."""
 
     def __init__(self, stack: LayerStack, plan: Plan, repairs: Repairs, head: HeadRows | None = None) -> None:
-        """`head`: what may draft for rows that find nothing, where the model has a learned one."""
+        """`head`: the learned draft head, if the model has one; it drafts for rows whose lookup finds nothing."""
         self.num_layers = stack.num_layers
         self.head = head
-        self.has_layers = head is None or bool(repairs.at_depth)  # layers that nobody has measured are no match for it
+        self.has_layers = head is None or bool(repairs.at_depth)  # uncalibrated layers draft worse than a head
         right = 0.6 if head is None else head.head.right
         self.learned = TrackRecord(StepCosts(0.0), prior=right, depth=LEARNED)
-        self.head_seconds = 0.0  # of a draft of all rows
+        self.head_seconds = 0.0  # per draft, for all rows together
         self.pace = CPUPace() if primary_device(stack.model).type == "cpu" else BatchPace()
         self.tries = Tries()
         self.in_a_row = 0  # steps with drafts since one without
-        self.found = Share.at_first(0.6)  # right, of what rows find in their texts
+        self.found = Share.at_first(0.6)  # acceptance rate of lookup drafts
         self.by_layers = drafting_for(stack, plan, repairs, None)
         self.by_layers.pace = self.pace
-        self.drafter: TrackRecord | None = None  # by layers, of the window that rows are in
-        self.left = 0  # its steps that are still to come
+        self.drafter: TrackRecord | None = None  # the shallow-layer drafter of the current window
+        self.left = 0  # its remaining draft steps
 
     def prepare(self, rows: Sequence[BatchRow], room: int, deepest: int) -> None:
-        """Decide what the next pass of each lossless row is: a draft, or full depth over its drafts, if any.
+        """Decide each lossless row's next pass: a draft, or full depth over its drafts, if any.
 
-        `rows`: all that decode. `room`: rows that the step may have, drafts counted. `deepest`: of whatever else the
-        step reads.
+        `rows`: all decoding rows. `room`: the most rows that the step may have, drafts included. `deepest`: the depth
+        of whatever else the step runs.
         """
         lossless = [(row, row.drafts) for row in rows if row.drafts is not None]
         if not lossless:
@@ -264,12 +264,12 @@ class BatchDrafting:
             return
         self.left = 0
         free = max(0, room - len(rows))
-        for _, drafts in lossless:  # more rows may have come since a window began
+        for _, drafts in lossless:  # more rows may have joined since the window began
             del drafts.tokens[free:]
             free -= len(drafts.tokens)
 
     def _begin(self, able: Sequence[BatchRow], rows: int, room: int, rest: int) -> None:
-        """A window where one pays: by layers for all rows that can, or what each finds in its own text."""
+        """Begin a window where one pays: shallow-layer drafts for all rows that can, or each row's own lookup."""
         free = room - rows
         if free < 1 or not self.pace.has_begun:
             return
@@ -292,7 +292,7 @@ class BatchDrafting:
         self._draft_by_head([row for row in able if row.drafts is not None and not row.drafts.tokens], rows, free)
 
     def _draft_by_head(self, able: Sequence[BatchRow], rows: int, free: int) -> None:
-        """Rows that have found nothing draft together by the learned head, as many tokens as pay for all."""
+        """Draft with the learned head for all rows whose lookup found nothing, as many tokens as pay overall."""
         if self.head is None or not able:
             return
         most = min(free // len(able), *(row.drafts_left for row in able))
@@ -320,11 +320,11 @@ class BatchDrafting:
         if most < 1 or rest > drafter.depth or (found and drafter.best_rate <= rate):
             return
         best_case = max(drafter.costs.rate(1.0, drafts) for drafts in range(1, most + 1))
-        if best_case > MARGIN:  # else not even a try is of use
+        if best_case > MARGIN:  # otherwise not even full acceptance would pay
             self.drafter, self.left = drafter, min(drafter.window(), most)
 
     def _worth_it(self, found: Sequence[Found], rows: int) -> list[Found]:
-        """What to verify of what was found: all that pays; where nothing does, now and then what tells the cost."""
+        """The lookup drafts to verify: all that pay. Where none do, now and then a few, to time them."""
         paying = [(drafts, tokens[: drafts.lookup.best()]) for drafts, tokens in found if drafts.lookup.pays]
         if paying and self.in_a_row < self.pace.most_in_a_row:
             self.in_a_row += 1

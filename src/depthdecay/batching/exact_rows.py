@@ -1,8 +1,8 @@
-"""Whether no answer of a batch depends on its neighbours: what that needs, and the trial that shows it.
+"""Batch-invariant answers: what they need, and a trial that checks them.
 
-In such a batch every token of every row is computed by kernels whose order of sums does not know the other rows
-(`cuda/exact_layer_graphs`), prompts are read in pieces that their own length decides (`batching/prompt_reading`), and
-scores are processed in groups of a fixed size (`engine/sampling`).
+In an exact batch, kernels sum in an order that does not depend on the other rows (`cuda/exact_layer_graphs`), prompts
+are split into pieces by their own length alone (`batching/prompt_reading`), and logits are processed in groups of a
+fixed size (`engine/sampling`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.compiled_layers import CompiledLayers
 
-ROWS_PICKED = 8  # whose scores are processed together
+ROWS_PICKED = 8  # rows whose logits are processed together
 
 
 def exact_layers(engine: Engine) -> CompiledLayers:
-    """The layers that exact rows run by; what cannot be promised is refused before anything is compiled for it."""
+    """The compiled layers for exact rows. Raises where exactness cannot be guaranteed, before compiling anything."""
     reason = why_inexact(engine)
     if reason is not None or engine.compiled is None:
         raise DepthDecayError(f"answers cannot be exact here: {reason}")
@@ -35,9 +35,9 @@ def exact_layers(engine: Engine) -> CompiledLayers:
 
 
 def why_inexact(engine: Engine) -> str | None:
-    """Why a row's bits would depend on the others whatever we do; None where our kernels can run it."""
+    """Why this model cannot be batch-invariant here; None where our kernels can run it."""
     if not engine.uses_graphs:
-        return f"only our CUDA kernels promise that, as CUDA graphs, and this model runs eagerly on {engine.device}"
+        return f"only our CUDA kernels guarantee that, in CUDA graphs, and this model runs eagerly on {engine.device}"
     from depthdecay.cuda.exactness import UNCOMPILED
 
     if engine.compiled is None:
@@ -48,22 +48,22 @@ def why_inexact(engine: Engine) -> str | None:
 
 
 def prove_exact(batcher: Batcher) -> None:
-    """Compile and capture all that steps need, then hold rows in company against the same rows alone."""
+    """Compile and capture everything that steps need, then compare batched rows with the same rows alone."""
     batcher.runner.capture_ahead()
-    depths = {batcher.stack.num_layers, *sorted(batcher.repairs.at_depth)[:1]}  # and maps, where there are any
+    depths = {batcher.stack.num_layers, *sorted(batcher.repairs.at_depth)[:1]}  # a depth with repair maps, if any
     if not all(_same_bits(batcher, depth) for depth in depths):
         raise DepthDecayError(
-            "answers cannot be exact here: a trial has shown that this model's logits depend on the rows beside them"
+            "answers cannot be exact here: in a trial, this model's logits depended on the other rows of the batch"
         )
 
 
 def _same_bits(batcher: Batcher, depth: int) -> bool:
-    """Whether a text's tokens say the same in one pass, and in passes of other widths behind rows of another text."""
+    """Whether a text's logits are bitwise identical in one pass, and in passes of other widths with another text."""
     blocks, plan, layers = batcher.blocks, batcher.engine.drafting_plan, batcher.stack.num_layers
     vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
     graphs = batcher.runner.graphs
     assert graphs is not None
-    tokens = min(graphs.rows // 2, MOST_IN_STEPS, batcher.max_positions)  # and as many of company
+    tokens = min(graphs.rows // 2, MOST_IN_STEPS, batcher.max_positions)  # the other half is for the other text
     while not blocks.can_hold(needs := from_the_start(blocks.needs(batcher.engine.full_plan, tokens, 1))):
         tokens //= 2
     text, other = ([number * step % vocabulary for number in range(tokens)] for step in (31, 17))
@@ -75,7 +75,7 @@ def _same_bits(batcher: Batcher, depth: int) -> bool:
         logits, at = [], 0
         for width in widths:
             parts = [Part(slots[0], at, text[at : at + width], depth, plan, wanted=width)]
-            if company and len(slots) > 1:  # at full depth, and so before the text
+            if company and len(slots) > 1:  # first, since it runs at full depth and parts come deepest first
                 parts.insert(0, Part(slots[1], 0, other[:company], layers, plan, wanted=company))
             logits.append(batcher.runner.run(parts).logits[-width:])
             at += width
@@ -90,9 +90,9 @@ def _same_bits(batcher: Batcher, depth: int) -> bool:
 
 
 def _ways(tokens: int) -> list[tuple[list[int], int]]:
-    """Widths of passes over so many tokens, and rows of company: graphs of every size, and every place in them."""
+    """Pass widths over so many tokens, and rows of the other text: every graph size, and every position in it."""
     single, growing = [1] * min(16, tokens), [1]
-    while sum(growing) < tokens:  # 1, 2, 3, 5, 9, 17, …: one more than a graph has rows
+    while sum(growing) < tokens:  # 1, 2, 3, 5, 9, 17, …: one more row than a graph holds
         growing.append(min(2 ** (len(growing) - 1) + 1, tokens - sum(growing)))
     rest = [tokens - len(single)] if tokens > len(single) else []
     return [(single + rest, 0), (growing, 0), (growing[::-1], min(7, tokens)), ([tokens], tokens)]

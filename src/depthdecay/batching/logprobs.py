@@ -1,4 +1,4 @@
-"""What the model thought of a token: log-probabilities as clients of a server ask for them."""
+"""Token log-probabilities, as clients of a server request them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Logprobs:
-    """What the model itself thought, before temperature and cuts: of the token taken, and of the likeliest."""
+    """Log-probabilities before temperature and truncation: of the sampled token, and of the most likely ones."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]  # token, log-probability

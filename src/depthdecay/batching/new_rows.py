@@ -1,4 +1,4 @@
-"""From a request to rows that wait: its plan fits the served ladder, and its texts fit into the cache."""
+"""From a request to waiting rows: checks that its plan matches the served ladder and its texts fit the KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from depthdecay.runners.kv_blocks import KVBlocks
 
 
 class Intake:
-    """What a batch takes, and what it refuses by a sentence."""
+    """Turns requests into rows, or refuses them with an error message."""
 
     def __init__(
         self, engine: Engine, blocks: KVBlocks, repairs: Repairs, drafting: BatchDrafting, max_positions: int
@@ -44,10 +44,10 @@ class Intake:
         logprobs: int | None = None,
         into: Sequence[tuple[Result, Sampler]] | None = None,
     ) -> list[BatchRow]:
-        """A row for each prompt. `into`: their results and samplers, where the caller has made them."""
+        """A row for each prompt. `into`: their results and samplers, where the caller has created them."""
         plan = self._plan_for(plan, mode)
         if request.stopping_criteria:
-            raise DepthDecayError("stopping_criteria are not asked within a batch; use Engine.generate with them")
+            raise DepthDecayError("stopping_criteria are not supported in a batch; use Engine.generate instead")
         keys = sequence_keys(request.seed, request.prompts) if request.seed is not None else []
         rows = []
         for number, prompt in enumerate(request.prompts):
@@ -65,7 +65,7 @@ class Intake:
                     keys=keys[number : number + 1],
                     max_new_tokens=limit,
                 )
-            # What looks at the text so far, or is told of every token, goes token by token.
+            # Samplers that depend on the text so far, and logprobs, need decoding token by token.
             can_draft = logprobs is None and alike(sampler) is not None
             rows.append(
                 BatchRow(
@@ -88,14 +88,14 @@ class Intake:
         if mode not in MODES:
             raise DepthDecayError(f"unknown mode '{mode}'; choose one of {', '.join(MODES)}")
         if mode != "decay":
-            return self.engine.full_plan  # every layer, so nested with any ladder
+            return self.engine.full_plan  # every layer, so compatible with any ladder
         plan = plan or self.engine.plan
         if plan is None:
-            raise DepthDecayError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one")
+            raise DepthDecayError("mode 'decay' needs a plan; pass one, or create Engine(model, tokenizer, plan)")
         served = self.engine.drafting_plan
         if plan.ladder.num_layers != served.num_layers or not _nested(plan, served):
             raise DepthDecayError(
-                "the plan drops layers in another order than the served one; one batch has one ladder"
+                "the plan drops layers in a different order than the served plan; a batch has one ladder"
             )
         if self.repairs.at_depth:
             self.repairs.check(plan, self.stack.hidden_size)
@@ -105,14 +105,14 @@ class Intake:
         length = len(prompt) + new_tokens
         if length > self.max_positions:
             raise DepthDecayError(
-                f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}, but texts here have at most "
-                f"{self.max_positions}; ask for fewer tokens"
+                f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}, but the limit for both "
+                f"together is {self.max_positions}; request fewer tokens"
             )
         needs = self.blocks.needs(plan, len(prompt), new_tokens)
         if not self.blocks.can_ever_hold(from_the_start(needs)):
             raise DepthDecayError(
-                f"a prompt of {len(prompt)} tokens with an answer of {new_tokens} needs more keys and values than this "
-                "server has room for; ask for fewer tokens"
+                f"a prompt of {len(prompt)} tokens with an answer of {new_tokens} does not fit into the KV cache; "
+                "request fewer tokens"
             )
         return needs
 

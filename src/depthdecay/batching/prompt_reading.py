@@ -1,12 +1,12 @@
-"""Whose prompts a step reads on, and how much of each: the oldest never waits, and short ones do not wait for it.
+"""Chunked prefill: whose prompts a step prefills, and how much. The oldest never waits, and short ones overtake it.
 
-A step reads a bounded number of prompt tokens, so that those who decode are not held up. A prompt that has less than
-half as much to read as the oldest may overtake it: such prompts get up to half of the step together, shortest first.
-At half the pace, one that is at most half as long still ends sooner by more than the oldest ends later. The oldest
-gets the other half whatever comes, so every prompt is read to its end at a pace that newcomers cannot lower.
+A step prefills a bounded number of prompt tokens, so that decoding rows are not held up. A prompt with less than half
+as much left as the oldest may overtake it: such prompts share up to half of the step, shortest first. At half the pace,
+a prompt at most half as long gains more time than the oldest loses. The oldest always gets the other half, so new
+requests cannot starve it.
 
-Where answers must not depend on their neighbours, a prompt's length alone says how it is read: pieces of a fixed length
-in passes of their own, and what is then left, if it is little, as rows of the steps, whose bits are their own.
+For batch-invariant answers, a prompt's length alone decides how it is split: pieces of a fixed length in separate
+passes. A short remainder is prefilled in the decode steps, whose rows are batch-invariant.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from depthdecay.batching.row import BatchRow
 from depthdecay.runners.block_runner import MOST_IN_STEPS
 
-EXACT_PIECE = 512  # tokens; a server's settings do not change it, so that they change no bits
-PROMPT_ROWS = 64  # a step of graphs has room for so many tokens of prompts beside a full batch: weights take longer
+EXACT_PIECE = 512  # tokens; not configurable, so that settings cannot change the bits
+PROMPT_ROWS = 64  # prompt tokens that fit into a graph step next to a full batch; it stays bound by reading weights
 
 
 def read_within_step(rows: Sequence[BatchRow], graph_rows: int) -> list[BatchRow]:
-    """Rows whose prompts are read on within a step of graphs, where they are not much to read.
+    """Rows whose prompts are prefilled within a graph step, if there is little to prefill.
 
-    `rows`: the whole batch. `graph_rows`: tokens that a step has room for.
+    `rows`: the whole batch. `graph_rows`: the number of tokens that fit into a step.
     """
     reading = [row for row in rows if row.in_prompt]
-    if sum(row.unread for row in reading) > 4 * PROMPT_ROWS:  # a pass of their own is faster then
+    if sum(row.unread for row in reading) > 4 * PROMPT_ROWS:  # then a separate pass is faster
         return []
     return _shared_out(reading, graph_rows - (len(rows) - len(reading)))
 
 
 def _shared_out(reading: Sequence[BatchRow], room: int) -> list[BatchRow]:
-    """Rows whose prompts are read on within a step that has room for so many of their tokens."""
+    """Rows that get prompt tokens in a step with room for `room` of them; sets each row's `share`."""
     for row in reading:
         row.share = 0
     _share_out(_overtaking(reading), room // 2)
@@ -41,9 +41,9 @@ def _shared_out(reading: Sequence[BatchRow], room: int) -> list[BatchRow]:
 
 
 def read_in_own_passes(rows: Sequence[BatchRow], budget: int) -> list[list[BatchRow]]:
-    """Rows whose prompts are read on now, by pass: short prompts in the first, the oldest in the last.
+    """Rows whose prompts are prefilled now, grouped by pass: short prompts in the first, the oldest in the last.
 
-    Within a pass, prompts are of similar length, since short ones are filled up to the longest.
+    Prompts in a pass have similar lengths, since shorter ones are padded to the longest.
     """
     reading = [row for row in rows if row.in_prompt]
     if not reading:
@@ -58,9 +58,9 @@ def read_in_own_passes(rows: Sequence[BatchRow], budget: int) -> list[list[Batch
 
 
 def read_exactly(rows: Sequence[BatchRow], graph_rows: int, budget: int) -> tuple[list[BatchRow], list[list[BatchRow]]]:
-    """Rows whose prompts are read on within the step, and those of pieces that have a pass of their own."""
+    """Rows whose prompts are prefilled within the step, and rows whose next piece gets a separate pass."""
     short = [row for row in rows if row.in_prompt and row.unread <= MOST_IN_STEPS]
-    # All others may decode in this step, also those that come to the end of a long prompt.
+    # All other rows may decode in this step, including those that finish a long prompt in it.
     within = _shared_out(short, graph_rows - (len(rows) - len(short)))
     long = [row for row in rows if row.unread > MOST_IN_STEPS]
     if not long:
@@ -73,12 +73,12 @@ def read_exactly(rows: Sequence[BatchRow], graph_rows: int, budget: int) -> tupl
 
 
 def _overtaking(reading: Sequence[BatchRow]) -> list[BatchRow]:
-    """Those that are short beside the oldest, shortest first."""
+    """Prompts with less than half as much left as the oldest, shortest first."""
     return sorted((row for row in reading if 2 * row.unread < reading[0].unread), key=lambda row: row.unread)
 
 
 def _share_out(rows: Sequence[BatchRow], room: int) -> None:
-    """Give each row what it has to read, until the room is spent."""
+    """Give each row in turn as many of its prompt tokens as fit."""
     for row in rows:
         more = min(row.unread - row.share, room)
         row.share += more
@@ -86,7 +86,7 @@ def _share_out(rows: Sequence[BatchRow], room: int) -> None:
 
 
 def _filled(chosen: list[BatchRow], others: Sequence[BatchRow], budget: int) -> list[BatchRow]:
-    """`chosen`, and of the others as many as a pass of so many tokens holds, padding counted."""
+    """`chosen` plus as many of the others as fit into a pass of `budget` tokens, padding included."""
     longest = max((row.share for row in chosen), default=0)
     for row in others:
         share = min(row.unread, budget)

@@ -1,4 +1,4 @@
-"""One answer of a batch in the making: where it is, what its next pass reads, and what it keeps of what that says."""
+"""One row of a batch: its position, the tokens of its next pass, and which of the returned tokens it keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from depthdecay.plan.plan import Plan
 
 @dataclass(eq=False)
 class BatchRow:
-    """`row` takes the answer's tokens; `slot` is its place among the blocks once it was admitted."""
+    """`row` collects the answer's tokens; `slot` is its index in the KV blocks once it is admitted."""
 
     id: int
     prompt: list[int]
@@ -23,28 +23,28 @@ class BatchRow:
     new_tokens: int
     logprobs: int | None
     depths: tuple[int, ...]  # of every token
-    needs: dict[int, list[int]]  # blocks of each kind, from where it comes to a depth to its end
+    needs: dict[int, list[int]]  # by depth, blocks of each kind from there to the end of the answer
     submitted: float
     drafts: RowDrafts | None = None  # in lossless mode
-    overtaken: int = 0  # by rows that came later and fitted into the cache when it did not
+    overtaken: int = 0  # how often a later row was admitted first because this one did not fit
     slot: int = -1
-    length: int = 0  # positions read so far and certain
-    share: int = 0  # of its prompt's tokens, how many its next pass reads at most
+    length: int = 0  # final positions in the KV cache so far
+    share: int = 0  # prompt tokens that its next pass reads at most
     first_token: float | None = None
 
     @property
     def index(self) -> int:
-        """Of the token that comes next."""
+        """Index of the next token."""
         return len(self.row.result.token_ids)
 
     @property
     def depth(self) -> int:
-        """Of the pass that says the next token; the prompt's are always full."""
+        """Depth of the pass that produces the next token; the prompt always runs at full depth."""
         return self.plan.num_layers if self.in_prompt else self.depths[self.index]
 
     @property
     def pass_depth(self) -> int:
-        """Of its next pass, which may be a draft's."""
+        """Depth of its next pass, which may be a draft's."""
         if self.is_drafting and self.drafts is not None and self.drafts.source is not None:
             return self.drafts.source.depth
         return self.depth
@@ -55,17 +55,17 @@ class BatchRow:
 
     @property
     def unread(self) -> int:
-        """Tokens of its prompt that are still to be read."""
+        """Prompt tokens that are not yet prefilled."""
         return len(self.prompt) - self.length
 
     @property
     def most_blocks(self) -> list[int]:
-        """Blocks of each kind that it holds at most, from its first token on."""
+        """The most blocks of each kind that it ever holds."""
         return from_the_start(self.needs)
 
     @property
     def reads_its_text(self) -> bool:
-        """Whether what was said plays a part in what comes next."""
+        """Whether sampling depends on the text so far."""
         return alike(self.sampler) is None
 
     @property
@@ -74,14 +74,14 @@ class BatchRow:
 
     @property
     def drafts_left(self) -> int:
-        """Drafts that its window may still get: one more token than these is of use."""
+        """Drafts that its window may still get; a verification yields one token more than its drafts."""
         if self.drafts is None:
             return 0
         return min(self.drafts.longest, self.new_tokens - self.index - 1) - len(self.drafts.tokens)
 
     @property
     def ahead(self) -> int:
-        """Drafts whose keys and values its next pass builds upon."""
+        """Drafts that precede its next pass in the KV cache."""
         return len(self.drafts.tokens) if self.drafts is not None and self.is_drafting else 0
 
     def next_tokens(self) -> list[int]:
@@ -91,7 +91,7 @@ class BatchRow:
         return tokens[-1:] if self.is_drafting else tokens
 
     def keep(self, said: Sequence[int]) -> list[int | None]:
-        """Move on by what a full pass said, the drafts before it being right: by kept token, what proposed it."""
+        """Advance by the tokens of a full pass, up to the first rejected draft: the source of each token kept."""
         result, drafts = self.row.result, self.drafts
         if drafts is None:
             return [None]
@@ -107,5 +107,5 @@ class BatchRow:
 
 
 def from_the_start(needs: dict[int, list[int]]) -> list[int]:
-    """The blocks that `KVBlocks.needs` names first: those of the whole text."""
+    """The first entry of `KVBlocks.needs`: the blocks of the whole text."""
     return next(iter(needs.values()))
