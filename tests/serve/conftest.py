@@ -1,4 +1,4 @@
-"""What the tests of the server share: an engine of a tiny chat model."""
+"""Shared by the server's tests: an engine with a tiny chat model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    from serving import tiny_engine  # needs what the server needs
+    from serving import tiny_engine  # needs the serve extra
 
     return tiny_engine(tmp_path_factory.mktemp("model"))

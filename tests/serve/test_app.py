@@ -1,4 +1,4 @@
-"""The server as its clients see it: OpenAI's API, errors in its format, and nothing left behind by anybody."""
+"""The server as clients see it: OpenAI's API, errors in its format, and nothing left behind by any request."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_stream_tells_the_whole_answers_log_probabilities(client: Any) -> None
 
 
 class Bytes:
-    """A tokenizer as these functions see it: "é" over two tokens, a byte by its number, a space as its mark."""
+    """A minimal tokenizer: "é" over two tokens, a byte as its number, a space as its marker."""
 
     written = ("Ã", "©", "<0xE2>", "▁sky", "<s>", "ab")
     texts = ("\ufffd", "\ufffd", "\ufffd", "sky", "<s>", "ab")
@@ -213,7 +213,7 @@ def test_the_least_temperatures_take_the_likeliest_token(server: Running) -> Non
 
 
 def test_a_message_is_text_unless_the_server_was_told_otherwise(server: Running, engine: Engine) -> None:
-    """`</s>` is one token where it is read as such, and four characters where it is text."""
+    """`</s>` is one token as a control token, and four characters as text."""
 
     def prompt_tokens(asked: Running, content: str) -> int:
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -238,7 +238,9 @@ def test_chat_log_probabilities(client: Any) -> None:
         top_logprobs=3,
     )
     for token in answer.choices[0].logprobs.content:
-        assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs))  # greedy takes the best
+        assert token.logprob == pytest.approx(
+            max(top.logprob for top in token.top_logprobs)
+        )  # greedy picks the most likely
 
 
 def test_stop_strings_end_the_text(client: Any) -> None:
@@ -326,8 +328,8 @@ def test_answers_models_and_metrics_tell_whether_answers_are_exact(
             (gauge,) = re.findall(r"^depthdecay_exact (.*)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
             return post(server, body).json()["depth_decay"].get("exact"), card["exact"], gauge
 
-        assert told() == (None, False, "0.0")  # of answers on a CPU nothing is known
-        monkeypatch.setattr(engine, "uses_graphs", True)  # only results look at it by now
+        assert told() == (None, False, "0.0")  # unknown for answers on a CPU
+        monkeypatch.setattr(engine, "uses_graphs", True)  # from here on only results use it
         assert told() == (False, False, "0.0")
         monkeypatch.setattr(BlockRunner, "inexact", None)
         assert told() == (True, True, "1.0")
@@ -411,7 +413,7 @@ def test_chat_parameters_that_are_not_supported(server: Running) -> None:
 
 
 def test_values_that_ask_for_nothing_are_taken(server: Running) -> None:
-    """What clients send without being asked: OpenAI's defaults, and labels for what is not kept here."""
+    """Parameters that clients send by default: OpenAI's defaults, and labels for what is not stored here."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
     plain = post(server, body, "/v1/chat/completions").json()["choices"]
     nothing = {
@@ -425,7 +427,7 @@ def test_values_that_ask_for_nothing_are_taken(server: Running) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == plain
     assert post(server, {**body, **nothing}, "/v1/chat/completions").json()["choices"] == plain
-    # An answer as a client sends it back.
+    # An answer that a client sends back.
     turn = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "tool_calls": [], "audio": None}
     again = {**body, "messages": [*body["messages"], turn, {"role": "user", "content": "c"}]}  # type: ignore[misc]
     assert post(server, again, "/v1/chat/completions").status_code == 200
@@ -434,7 +436,7 @@ def test_values_that_ask_for_nothing_are_taken(server: Running) -> None:
 
 
 def test_a_completion_as_langchain_asks_for_it(server: Running) -> None:
-    """`langchain_openai.OpenAI` sends all of its defaults with every prompt."""
+    """`langchain_openai.OpenAI` sends all its defaults with every prompt."""
     body = {"model": "tiny", "prompt": ["abc"], "max_tokens": 8, "temperature": 0.7, "top_p": 1, "seed": 3}
     extra = {"frequency_penalty": 0, "presence_penalty": 0, "n": 1, "logprobs": None, "best_of": 1}
     answer = post(server, {**body, **extra, "echo": False, "suffix": ""})
@@ -508,7 +510,7 @@ def test_huge_numbers_of_tokens_are_counted_by_depth_and_not_one_by_one(
         monkeypatch.setattr(PowerSchedule, "table", seen)
         body = {"prompt": "a", "max_tokens": 2**31 - 1, "stop": ["b"], "depth_decay": {"speedup": 1.07, **numbers}}
         assert post(server, body).status_code == 200
-    assert max(lengths) <= 256  # the context
+    assert max(lengths) <= 256  # the context limit
 
 
 def test_a_part_of_a_message_that_is_no_text_is_named(server: Running) -> None:
@@ -603,7 +605,7 @@ def test_metrics_count_what_ran(engine: Engine) -> None:
         told = values(server)
         assert told["depthdecay_tokens_total"] == 40
         assert told["depthdecay_prompt_tokens_total"] == 3
-        decoded = answer["depth_decay"]["layers_executed"] - LAYERS  # token 0 came with the prompt
+        decoded = answer["depth_decay"]["layers_executed"] - LAYERS  # token 0 comes from prefill
         assert told["depthdecay_layers_executed_total"] == decoded
         assert told["depthdecay_layers_saved_total"] == 39 * LAYERS - decoded
         assert told["depthdecay_time_to_first_token_seconds_count"] == 1
@@ -613,7 +615,7 @@ def test_metrics_count_what_ran(engine: Engine) -> None:
         for name in ("made-up", "made/up", "/v9"):
             httpx.get(f"{server.url}/v1/models/{name}")
         labels = [name for name in values(server) if "made" in name or "v9" in name]
-        assert not labels  # a client cannot make up labels without end
+        assert not labels  # clients cannot create arbitrary labels
 
 
 def test_logs_have_ids_and_figures_and_no_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -663,8 +665,10 @@ def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
         seen.set()
         assert server.worker.batcher.counters.tokens < 250
         assert "depthdecay_answers_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
-        impatient = httpx.Timeout(PATIENCE, read=0.05)  # only for the answer: a busy machine is slow to accept
-        with pytest.raises(httpx.ReadTimeout):  # one that does not stream, too
+        impatient = httpx.Timeout(
+            PATIENCE, read=0.05
+        )  # only for the response: a busy machine is slow to accept connections
+        with pytest.raises(httpx.ReadTimeout):  # without streaming too
             httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=impatient)
         until(server.is_clean)
 
@@ -737,7 +741,7 @@ def test_a_step_that_fails_as_a_whole_leaves_a_server_that_goes_on(
 
 
 def test_clients_that_hang_up_under_load_leave_nothing_behind(engine: Engine) -> None:
-    """A fifth of the clients go away in the middle; the others get what they get alone."""
+    """A fifth of the clients disconnect midway; the others get the same answers as alone."""
     generator = random.Random(4)
     asks = [
         long_ask(
@@ -841,7 +845,7 @@ def test_the_key_comes_from_an_option_a_file_or_the_environment(
         (["--max-waiting", "0"], "max_waiting"),
         (["--timeout", "0"], "timeout"),
         (["--cache-gb", "-1"], "--cache-gb"),
-        (["--cache-gb", "0.0000001"], "not even one block"),
+        (["--cache-gb", "0.0000001"], "less than one block"),
         (["--cohort-ms", "-1"], "cohort_seconds"),
         (["--exact"], "answers cannot be exact here"),
     ],
@@ -885,7 +889,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def small(engine: Engine) -> Iterator[Running]:
-    """Short texts, so that a fuzzer's wildest requests end soon."""
+    """Short texts, so that even the fuzzer's largest requests finish quickly."""
     with running(engine, BatchSettings(max_batch=32, max_positions=8, cohort_seconds=0), max_waiting=64) as server:
         yield server
         until(server.is_clean)
@@ -905,7 +909,7 @@ def test_no_request_that_the_schema_allows_or_forbids_fails_the_server(small: Ru
             if response.status_code >= 400:
                 assert response.json()["error"]["message"]
 
-        with contextlib.suppress(Unsatisfiable):  # nothing can be wrong with a GET that takes nothing
+        with contextlib.suppress(Unsatisfiable):  # a GET without parameters has no invalid form
             check()
             tried.add(operation.path)
     assert {"/v1/completions", "/v1/chat/completions"} <= tried

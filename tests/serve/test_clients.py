@@ -1,4 +1,4 @@
-"""Other people's clients, as people use them: whole answers and streams, chats and completions."""
+"""Third-party clients in typical use: whole answers and streams, chats and completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(engine: Engine) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def chat(engine: Engine) -> str:
-    """What every client must get."""
+    """The answer that every client must get."""
     return str(engine.generate([MESSAGES], TOKENS, temperature=0, mode="decay")[0].text)
 
 

@@ -1,4 +1,4 @@
-"""Clients that keep a server waiting: every wait has an end, and nobody shuts the others out."""
+"""Clients that keep a server waiting: every wait has a timeout, and no client blocks the others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connected(server: Running, sent: bytes = b"", receive_buffer: int | None = N
 
 
 def all_of(client: socket.socket) -> bytes:
-    """What comes until the server ends the connection."""
+    """Everything received until the server closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := client.recv(65536):
@@ -78,7 +78,7 @@ def test_headers_that_do_not_come_to_an_end_are_refused(impatient: Running) -> N
 
 def test_headers_that_come_byte_by_byte_do_not_win_time(impatient: Running) -> None:
     with connected(impatient) as client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        while True:  # until the server has had enough
+        while True:  # until the server closes the connection
             client.sendall(b"x")
 
 
@@ -139,7 +139,7 @@ def test_idle_connections_make_room(engine: Engine) -> None:
         for oldest in idle[:2]:
             assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
             assert all_of(oldest) == b""
-            # The one that httpx opened is gone again.
+            # The connection that httpx opened is closed again.
             until(lambda: len(server.server.server_state.connections) < 3)
             idle.append(stack.enter_context(connected(server)))
             until(lambda: len(server.server.server_state.connections) == 3)

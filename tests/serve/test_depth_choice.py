@@ -1,4 +1,4 @@
-"""From what a request says about depth to a plan: the one that the library would choose."""
+"""From a request's depth settings to a plan: the same one that the library would choose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from depthdecay.serve.schema import DepthRequest
 
 @pytest.mark.parametrize("max_tokens", [2, 24, None])
 def test_a_speed_up_of_a_calibrated_plan_is_over_its_own_horizon(max_tokens: int | None) -> None:
-    """However short the answer: two tokens could not average 1.2."""
+    """However short the answer: two tokens alone could not average 1.2."""
     calibrated = replace(Plan.for_speedup(LAYERS, 1.3, over_tokens=64), notes={"over_tokens": 64})
     engine = Engine(tiny_model(), None, calibrated, fast=False)
     mode, plan = Depths(engine).resolve(DepthRequest(speedup=1.2), max_tokens)

@@ -1,4 +1,4 @@
-"""What stands before the routes: hosts, keys, methods, policies, counts; and what is counted before texts are read."""
+"""Checks in front of the routes: hosts, keys, methods, policies; and the limits checked before texts are tokenized."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_answer_has_a_policy(server: Running) -> None:
     docs = httpx.get(f"{server.url}/docs")
     (policy,) = docs.headers.get_list("content-security-policy")
     assert "frame-ancestors 'none'" in policy
-    assert "'sha256-" in policy  # its own script, by its content
+    assert "'sha256-" in policy  # its own script, by hash
     sources = re.findall(r'(?:src|href)="(https://[^/"]+)', docs.text)
     assert sources
     assert all(source in policy for source in sources)
@@ -149,7 +149,7 @@ def test_who_hangs_up_in_the_middle_of_a_body_is_no_bad_request(server: Running)
     assert 'path="/v1/chat/completions",status="400"' not in httpx.get(f"{server.url}/metrics").text
 
 
-# Before texts are read.
+# Before texts are tokenized.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every attack of tests/hostile once, in a small dose, against a tiny server: it answers as it should, and goes on."""
+"""Every attack of tests/hostile once, scaled down, against a tiny server: it responds correctly and keeps running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from depthdecay.serve.hosts import allowed_hosts  # noqa: E402
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine = tiny_engine(tmp_path_factory.mktemp("model"))
-    # The least room that a whole text takes, so that eight at once have to wait for each other.
+    # Four rows, so that eight requests at once have to wait for each other.
     batch = BatchSettings(max_batch=4, cohort_seconds=0)
     limits = ConnectionLimits(max_connections=12, client_seconds=2.0)
     with running(engine, batch, limits=limits, allowed_hosts=allowed_hosts("127.0.0.1", ())) as server:

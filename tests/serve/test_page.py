@@ -1,6 +1,6 @@
-"""The page in a real Chromium: two answers side by side, told as they were, usable by keyboard, phone and in the dark.
+"""The page in a real Chromium: two answers side by side, correct figures, usable by keyboard, on a phone, in the dark.
 
-Pictures of it are left in the folder that DEPTHDECAY_SCREENSHOTS names, else in pytest's temporary one.
+Screenshots are saved in the folder DEPTHDECAY_SCREENSHOTS, or else in pytest's temporary one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from depthdecay.model.load import load  # noqa: E402
 from depthdecay.plan.file import EMBEDDED_PLAN  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
@@ -69,7 +69,7 @@ def page(server: Running, browser: Any) -> Iterator[Any]:
     yield page
     page.close()
     assert not wrong
-    assert all(url.startswith((server.url, "data:")) for url in asked)  # nothing from anywhere else
+    assert all(url.startswith((server.url, "data:")) for url in asked)  # no requests to other hosts
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = os.environ.get("DEPTHDECAY_SCREENSHOTS")
     folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"pictures of the page: {folder}")
+    print(f"screenshots of the page: {folder}")
     return folder
 
 
@@ -91,7 +91,7 @@ def tells(page: Any, selector: str, text: str) -> None:
 
 
 def finished(page: Any) -> str:
-    """What the page says in the end."""
+    """The page's final message."""
     page.wait_for_selector("#said[data-kind=done]", timeout=PATIENCE_MS)
     return str(page.text_content("#said"))
 
@@ -113,7 +113,7 @@ def figures(page: Any, side: str) -> dict[str, str]:
 
 
 def streams_of(page: Any) -> dict[str, list[dict[str, Any]]]:
-    """What the server tells of depth, by mode, once answers have ended."""
+    """The server's depth figures, by mode, once the answers are complete."""
     streams: dict[str, list[dict[str, Any]]] = {}
 
     def read(request: Any) -> None:
@@ -126,7 +126,7 @@ def streams_of(page: Any) -> dict[str, list[dict[str, Any]]]:
     return streams
 
 
-# Answers of our own in the place of the server's.
+# Fake answers instead of the server's.
 
 
 def event(text: str, depth: int = LAYERS, **told: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def event(text: str, depth: int = LAYERS, **told: Any) -> dict[str, Any]:
 
 
 def words(text: str) -> list[str]:
-    """Pieces as tokens have them, each with the space before it."""
+    """Token-like pieces, each with its preceding space."""
     return [piece for piece in text.replace("\n\n", "\n\n\0").replace(" ", "\0 ").split("\0") if piece]
 
 
@@ -151,7 +151,7 @@ def decay_answer(pieces: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def lossless_answer(pieces: Sequence[str], drafts_a_pass: int = 3) -> list[dict[str, Any]]:
-    """After the first token, every pass gives some drafts, from the text or by layers, and a token of its own."""
+    """After the first token, every pass gives some drafts, by lookup or shallow layers, and a token of its own."""
     events = [event(pieces[0], draft_depths=[None], layer_passes=LAYERS)]
     passes, accepted, layers = 0, 0, LAYERS
     for first in range(1, len(pieces), drafts_a_pass + 1):
@@ -170,7 +170,7 @@ def lossless_answer(pieces: Sequence[str], drafts_a_pass: int = 3) -> list[dict[
 
 
 def fake(page: Any, answers: dict[str, list[dict[str, Any]]], a_frame: int = 1000, held: bool = False) -> None:
-    """Answers by mode, so many events a frame; where `held`, all but the last one, until the page lets go."""
+    """Fake answers by mode, `a_frame` events per frame; if `held`, the last event waits until the page releases it."""
     page.evaluate(
         """([answers, aFrame, held]) => {
         const real = window.fetch, frame = () => new Promise(requestAnimationFrame);
@@ -205,7 +205,7 @@ def some_answers() -> dict[str, list[dict[str, Any]]]:
     return {"full": full_answer(pieces), "decay": decay_answer(pieces), "lossless": lossless_answer(pieces)}
 
 
-# What is told.
+# What is shown.
 
 
 def test_lossless_is_the_default_and_tells_what_it_gives(page: Any, server: Running) -> None:
@@ -214,18 +214,18 @@ def test_lossless_is_the_default_and_tells_what_it_gives(page: Any, server: Runn
     page.fill("#tokens", "60")
     streams = streams_of(page)
     page.focus("#question")
-    page.keyboard.press("Control+Enter")  # no mouse is needed
+    page.keyboard.press("Control+Enter")  # no mouse needed
     said = finished(page)
     full = server.engine.generate([[{"role": "user", "content": "hello there"}]], 60, mode="full", temperature=0)[0]
     assert page.text_content("#left .text") == page.text_content("#right .text") == full.text
     account = streams["lossless"][-1]
     assert account["drafted"] > 0  # a random model repeats itself
     told = figures(page, "right")
-    assert told["drafts kept"] == f"{account['accepted']} of {account['drafted']}"
-    assert told["tokens a verification"] == f"{59 / account['verifications']:.2f}"
+    assert told["drafts accepted"] == f"{account['accepted']} of {account['drafted']}"
+    assert told["tokens/verification"] == f"{59 / account['verifications']:.2f}"
     rates = [float(figures(page, side)["tokens/s"]) for side in ("left", "right")]
-    assert float(told["speed against full"].removesuffix("×")) == pytest.approx(rates[1] / rates[0], rel=0.02)
-    assert f"The same answer at {told['speed against full']} the speed of full depth" in said
+    assert float(told["speed vs. full"].removesuffix("×")) == pytest.approx(rates[1] / rates[0], rel=0.02)
+    assert f"The same answer at {told['speed vs. full']} the speed of full depth" in said
     assert f"{account['accepted']} of {account['drafted']} draft" in said
     assert "saved" not in page.text_content("body")
     assert page.get_attribute("#right", "aria-busy") == "false"
@@ -249,7 +249,7 @@ def test_decay_tells_what_was_asked_and_what_this_answer_got(page: Any, server: 
     assert len(told) == 60
     got = f"{LAYERS * 60 / sum(told):.2f}×"
     assert figures(page, "right")["layer speed-up"] == got
-    assert said == f"Asked for 1.20× fewer layers on average over 60 tokens; this answer of 60 got {got}."
+    assert said == f"Requested a layer speed-up of 1.20× on average over 60 tokens; this answer of 60 reached {got}."
 
 
 def test_an_answer_that_ends_early_is_told_as_such(page: Any) -> None:
@@ -260,14 +260,14 @@ def test_an_answer_that_ends_early_is_told_as_such(page: Any) -> None:
     said = ask(page)
     got = LAYERS * 30 / sum(event["depth_decay"]["depths"][0] for event in decay)
     assert "on average over 128 tokens" in page.text_content("#speedup-told")
-    assert said.endswith(f"on average over 128 tokens; this answer that ended after 30 got {got:.2f}×.")
+    assert said.endswith(f"on average over 128 tokens; this answer that ended after 30 reached {got:.2f}×.")
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"drafted": 0, "accepted": 0}, "nothing was drafted, so it ran as full depth"),
-        ({}, "of 5 drafts kept"),
+        ({}, "of 5 drafts accepted"),
     ],
 )
 def test_lossless_without_a_gain_says_so(page: Any, changed: dict[str, Any], said: str) -> None:
@@ -275,7 +275,7 @@ def test_lossless_without_a_gain_says_so(page: Any, changed: dict[str, Any], sai
     lossless[-1]["depth_decay"] |= changed
     fake(page, {"full": full_answer(words(SOME_TEXT)), "lossless": lossless})
     assert said in ask(page)
-    assert figures(page, "right")["tokens a verification"] == "1.00"
+    assert figures(page, "right")["tokens/verification"] == "1.00"
 
 
 def test_answers_that_differ_are_not_called_the_same(page: Any) -> None:
@@ -297,7 +297,7 @@ def test_drafted_tokens_are_marked_in_the_text(page: Any) -> None:
     assert [kind for kind, _ in kinds] == by_piece
     assert f"drafted by {LAYERS // 2} of {LAYERS} layers, verified at full depth" in [title for _, title in kinds]
     assert not page.query_selector("#left .text [data-kind]")
-    assert page.locator("#right .legend").inner_text().split("\n") == ["drafted from the text", "by layers"]
+    assert page.locator("#right .legend").inner_text().split("\n") == ["prompt lookup", "shallow layers"]
     lines = page.eval_on_selector_all(
         "#right .text [data-kind]:not(.blank)", "all => all.map(s => getComputedStyle(s).textDecorationStyle)"
     )
@@ -316,7 +316,7 @@ def test_text_is_copied_as_it_was_said(page: Any) -> None:
     assert copied == SOME_TEXT
 
 
-# Settings, and what may be asked when.
+# Settings, and when a question may be asked.
 
 
 def test_the_slider_goes_as_far_as_the_server_does_for_so_many_tokens(page: Any) -> None:
@@ -340,19 +340,19 @@ def test_the_slider_goes_as_far_as_the_server_does_for_so_many_tokens(page: Any)
     )
     page.reload()
     tells(page, "#model", "layers")
-    assert page.is_disabled("#speedup")  # nothing decays in lossless mode
+    assert page.is_disabled("#speedup")  # lossless mode has no decay
     page.click("label[for=decay]")
     assert page.is_enabled("#speedup")
     assert page.text_content("#speedup-told") == "1.10× on average over 128 tokens"
     page.fill("#tokens", "300")
-    assert page.text_content("#speedup-told") == "1.20× on average over 300 tokens"  # as first wanted
+    assert page.text_content("#speedup-told") == "1.20× on average over 300 tokens"  # the value first chosen
     page.focus("#speedup")
     page.keyboard.press("End")
     assert page.text_content("#speedup-told") == "1.30× on average over 300 tokens"
     assert page.get_attribute("#speedup", "aria-valuetext") == page.text_content("#speedup-told")
     page.fill("#tokens", "20")
     assert page.is_disabled("#speedup")
-    assert page.text_content("#speedup-told") == "nothing to drop over 20 tokens"
+    assert page.text_content("#speedup-told") == "no speed-up possible over 20 tokens"
     page.fill("#tokens", "501")
     assert "from 1 to 500" in page.text_content("#said")
     page.click("label[for=lossless]")
@@ -367,7 +367,7 @@ def test_the_most_that_the_card_promises_can_be_asked_for(page: Any, server: Run
         page.focus("#speedup")
         page.keyboard.press("End")
         assert f"on average over {tokens} tokens" in page.text_content("#speedup-told")
-        assert "Asked for" in ask(page)
+        assert "Requested a layer speed-up" in ask(page)
 
 
 @pytest.mark.parametrize(
@@ -441,13 +441,13 @@ def test_the_key_is_asked_for_and_its_error_goes_with_the_right_one(server: Runn
         tells(page, "#said[data-kind=wrong]", "the API key is missing or wrong")
         page.fill("#key", "open sesame")
         page.fill("#tokens", "5")
-        page.click("#ask")  # straight away
+        page.click("#ask")  # at once
         assert "The same answer" in finished(page)
         page.close()
 
 
 def test_text_is_never_markup(page: Any) -> None:
-    """Whatever an answer says is shown, not run."""
+    """An answer's text is shown, never run as markup."""
     said = "<img src=x onerror=alert(1)><b>hi</b>"
     fake(page, {"full": full_answer([said]), "lossless": lossless_answer([said])})
     ask(page)
@@ -459,7 +459,7 @@ def test_text_is_never_markup(page: Any) -> None:
     ("body", "told"),
     [
         ('data: {"error":{"message":"the server was stopped"}}\n\n', "the server was stopped"),
-        ('data: {"choices":[]}\n\n', "the answer broke off"),
+        ('data: {"choices":[]}\n\n', "the stream ended early"),
     ],
 )
 def test_an_error_is_told(page: Any, body: str, told: str) -> None:
@@ -469,7 +469,7 @@ def test_an_error_is_told(page: Any, body: str, told: str) -> None:
     assert page.is_enabled("#ask")
 
 
-# How much work a token is.
+# Work per token.
 
 COUNT_WORK = """() => {
     window.work = {nodes: 0, removed: 0, draws: 0};
@@ -500,17 +500,17 @@ def test_a_token_is_as_much_work_late_as_early(page: Any) -> None:
     assert len(marks) == 5
     assert page.locator("#right .text span").count() == tokens
     nodes = [after["nodes"] - before["nodes"] for before, after in pairwise(marks)]
-    print("nodes touched by thousand tokens:", nodes)
+    print("nodes touched per thousand tokens:", nodes)
     ms = [round(after["ms"] - before["ms"]) for before, after in pairwise(marks[1:])]
-    print("ms by thousand tokens, 25 a frame:", ms)
-    assert marks[-1]["removed"] == 0  # nothing that stands is made anew
+    print("ms per thousand tokens, 25 per frame:", ms)
+    assert marks[-1]["removed"] == 0  # nothing already shown is rebuilt
     assert max(nodes[1:]) <= 1.2 * nodes[0] < 3 * 1000
     print("rectangles drawn:", [mark["draws"] for mark in marks])
-    # A column is three rectangles at most. Scales double, so all redraws together are less than twice the tokens.
+    # A column is at most three rectangles. Scales double, so all redraws together are less than twice the tokens.
     assert marks[-1]["draws"] < 3 * (tokens + 2 * tokens) + 100
 
 
-# How it looks.
+# Layout.
 
 
 def box(page: Any, selector: str) -> dict[str, float]:
@@ -565,7 +565,7 @@ def test_the_curve_is_drawn_to_scale_and_anew_in_the_dark(page: Any) -> None:
     fake(page, {"full": full_answer(pieces), "decay": decay_answer(pieces)})
     page.click("label[for=decay]")
     ask(page)
-    # Tokens 48 to 59 run half of the layers; 1.2 times all of them would fill the height.
+    # Tokens 48 to 59 run half of the layers; the full height is 1.2 times all layers.
     above, below = [0.85, 1 - 0.54 / 1.2], [0.85, 1 - 0.46 / 1.2]
     assert page.evaluate(PIXEL, above) == "0,0,0,0"
     light = page.evaluate(PIXEL, below)
@@ -611,7 +611,9 @@ def test_a_phone_shows_both_answers_on_one_screen(browser: Any, server: Running)
         place = box(page, selector)
         assert place["y"] >= 0, selector
         assert place["y"] + place["height"] <= PHONE["height"], selector
-    assert page.evaluate("document.activeElement !== document.querySelector('#question')")  # no keyboard in the way
+    assert page.evaluate(
+        "document.activeElement !== document.querySelector('#question')"
+    )  # so that a phone's keyboard closes
     page.evaluate("release()")
     finished(page)
     page.close()
@@ -652,7 +654,7 @@ CONTRASTS = """([of, ...selectors]) => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read(page: Any, scheme: str) -> None:
-    """WCAG's 4.5 for text, and 3 for the outlines of controls."""
+    """WCAG contrast: 4.5 for text, 3 for the outlines of controls."""
     page.emulate_media(color_scheme=scheme)
     fake(page, some_answers())
     page.click("label[for=decay]")
@@ -682,7 +684,7 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(page: Any) -> None
     assert page.is_checked("#lossless")
 
 
-# With a model that has something to say.
+# With the real model.
 
 
 @pytest.fixture(scope="module")
@@ -701,7 +703,7 @@ def test_the_embedded_model_gives_the_same_answer(embedded: Running, browser: An
     page.fill("#question", "Repeat five times: the quick brown fox jumps over the lazy dog.")
     page.fill("#tokens", "40")
     assert "The same answer" in ask(page)
-    kept, drafted = map(int, figures(page, "right")["drafts kept"].split(" of "))
+    kept, drafted = map(int, figures(page, "right")["drafts accepted"].split(" of "))
     assert 0 < kept <= drafted
     assert page.locator("#right .text [data-kind=lookup]").count() > 0
     page.screenshot(path=pictures / "embedded.png")

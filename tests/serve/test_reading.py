@@ -1,4 +1,4 @@
-"""Bodies that ask for endless work: refused at their first mistake, by name, and in few words."""
+"""Bodies that would cause endless work: refused at their first mistake, by name, with a short message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ USER = {"role": "user", "content": "a"}
 def test_a_list_ends_at_its_first_mistake(model: Any, body: dict[str, Any], param: str | None) -> None:
     with pytest.raises(ValidationError) as found:
         model.model_validate(body)
-    assert found.value.error_count() <= 2  # of one element; never one for each
+    assert found.value.error_count() <= 2  # for one element, not for each of them
     with pytest.raises(ApiError) as told:
         checked(model, json.dumps(body).encode())
     assert (told.value.status, told.value.param) == (400, param)
@@ -53,8 +53,8 @@ def test_a_list_ends_at_its_first_mistake(model: Any, body: dict[str, Any], para
     ("body", "words"),
     [
         ({"prompt": "a", "stop": list("abcde")}, "at most 4 items"),
-        ({"prompt": "a", "stop": 5}, "expected a text, or a list of texts"),
-        ({"prompt": 5}, "expected a text, texts, token ids"),
+        ({"prompt": "a", "stop": 5}, "expected a string or a list of strings"),
+        ({"prompt": 5}, "expected a string, strings, token ids"),
         ({"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The end of a server: it says so while it lasts, finishes what it took, and tells those it cannot finish."""
+"""Shutdown: the server reports that it is draining, finishes running requests, and sends an error to the rest."""
 
 from __future__ import annotations
 

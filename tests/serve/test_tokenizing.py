@@ -1,4 +1,4 @@
-"""Texts of every length: what cannot fit is refused unread, each is read once, and long ones hold up no short one."""
+"""Texts of every length: too long ones are refused without tokenizing, and long ones do not hold up short ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizing(tokenizer: Any) -> Iterator[Tokenizing]:
 
 
 def in_words(**parts: Any) -> Any:
-    """One token a word, and one for every word that is not known."""
+    """One token per known word, and a single token for unknown words."""
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "abc": 1}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", **parts)
@@ -64,7 +64,7 @@ def test_a_special_token_that_takes_the_spaces_beside_it_has_no_bound(tokenizer:
 
 def test_a_tokenizer_that_does_not_tell_or_cannot_be_copied_is_used_as_it_is(tokenizer: Any) -> None:
     class Odd:
-        """Of a model's own code."""
+        """A custom tokenizer."""
 
         def get_vocab(self) -> dict[str, int]:
             raise NotImplementedError
@@ -94,7 +94,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(
         with pytest.raises(ContextError):
             asyncio.run(tokenizing.ids([prompt], SETTINGS))
     assert not read
-    assert asyncio.run(tokenizing.ids(["a" * most], SETTINGS)) == [[1]]  # it might fit, so it is read
+    assert asyncio.run(tokenizing.ids(["a" * most], SETTINGS)) == [[1]]  # it might fit, so it is tokenized
 
 
 def test_what_a_template_leaves_out_does_not_count(tokenizer: Any) -> None:

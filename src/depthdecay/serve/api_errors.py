@@ -1,4 +1,4 @@
-"""What goes wrong, in the format that OpenAI's clients read."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from fastapi.responses import Response
 
-LONGEST_MESSAGE = 1000  # characters; what a client sent is told back to it in part only
+LONGEST_MESSAGE = 1000  # characters; a client's own input is echoed only in part
 LONGEST_NAME = 100
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """An error that is returned as the response to a request."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ def shortened(text: str, most: int = LONGEST_NAME) -> str:
 
 
 def dumps(content: Any) -> str:
-    """JSON in plain ASCII: half a character, as a request may hold one, can then be told back without harm."""
+    """JSON in plain ASCII, so that a lone surrogate in a request can be echoed safely."""
     return json.dumps(content, separators=(",", ":"))
 
 

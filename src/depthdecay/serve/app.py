@@ -40,23 +40,23 @@ from depthdecay.serve.worker import Ticket, Worker
 logger = logging.getLogger("depthdecay.serve")
 T = TypeVar("T")
 
-LEAST_TOP_P = 1e-9  # below, the likeliest token is all that is left
+LEAST_TOP_P = 1e-9  # at this value only the most likely token is left
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What an operator decides about the web's side."""
+    """The operator's settings for the HTTP side."""
 
     model_name: str
     api_key: str | None = None
     max_body_bytes: int = 2**20
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: frozenset[str] | None = None  # names in the Host header; None: any
-    control_tokens_in_content: bool = False  # whether a message may begin and end turns by spelling the tokens that do
+    allowed_hosts: frozenset[str] | None = None  # accepted names in the Host header; None: any
+    control_tokens_in_content: bool = False  # whether a message's text may contain control tokens, such as turn ends
 
 
 class CheckedRoute(APIRoute):
-    """A route whose body we read ourselves. Its signature still describes the body, for the API's own description."""
+    """A route whose body we parse ourselves. Its signature still describes the body, for the OpenAPI schema."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         (body,) = self.dependant.body_params
@@ -71,7 +71,7 @@ class CheckedRoute(APIRoute):
 
 
 def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
-    """The app owns the worker: it starts and ends with it."""
+    """The app owns the worker: it starts and stops it."""
     service = Service(worker, settings)
 
     @contextlib.asynccontextmanager
@@ -133,7 +133,7 @@ def make_app(worker: Worker, settings: ServeSettings) -> FastAPI:
         return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
     def path_of(scope: Scope) -> str:
-        """The route's path, also of what is refused before it; never whatever a client makes up."""
+        """The route's path, also for requests refused before it; never an arbitrary path from a client."""
         found = (getattr(route, "path", "other") for route in app.routes if route.matches(scope)[0] != Match.NONE)
         return next(found, "other")
 
@@ -163,7 +163,7 @@ class Service:
         self.metrics = Metrics(worker)
         worker.on_step = self.metrics.step
         self.created = int(time.time())
-        # A short answer is mostly warm-up, so what can be reached grows with the length that it is averaged over.
+        # A short answer is mostly warm-up, so the reachable speed-up grows with the length that it is averaged over.
         self.most_speedups = {tokens: self.depths.most_speedup(tokens) for tokens in (16, 32, 64, 128, 256, 512, 1024)}
         self.bodies = BodyReader()
         vocabulary = self.engine.stack.model.get_input_embeddings().weight.shape[0]
@@ -192,7 +192,7 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name not in (None, self.settings.model_name):
-            message = f"the model {shortened(str(name))!r} is not served here; {self.settings.model_name!r} is"
+            message = f"the model {shortened(str(name))!r} is not served here; use {self.settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer(self, kind: str, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
@@ -220,7 +220,7 @@ class Service:
         return json_response(await self._collected(answer, request, log))
 
     async def _submit(self, asked: CompletionRequest | ChatRequest) -> tuple[Ticket, str]:
-        """Counts first, then the texts, each once however often it is answered, then the queue."""
+        """Check the counts first, then tokenize each prompt once, whatever `n` is, then queue the request."""
         prompts: list[Any]
         if isinstance(asked, ChatRequest):
             prompts = [[message.plain() for message in asked.messages]]
@@ -248,7 +248,7 @@ class Service:
         def complete() -> Any:
             mode, plan = self.depths.resolve(asked.depth_decay, None if limit is None else min(limit, most))
             prepared = prepare_request(self.engine, ids, limit, settings)
-            # As the model's own context does, the server's bound shortens an answer, and its finish_reason says so.
+            # Like the model's context, the server's limit shortens an answer; finish_reason is then "length".
             limits = [min(own, most - len(prompt)) for own, prompt in zip(prepared.own_limits, ids, strict=True)]
             prepared.own_limits = [own for own in limits for _ in range(asked.n)]
             prepared.prompts = [list(prompt) for prompt in prepared.prompts for _ in range(asked.n)]
@@ -257,7 +257,7 @@ class Service:
         return await run_in_threadpool(complete)
 
     async def _collected(self, answer: ApiAnswer, request: Request, log: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer, unless the client hangs up first."""
+        """The whole answer, unless the client disconnects first."""
         try:
             return await _unless_hung_up(request, answer.collect())
         except Exception as error:
@@ -266,7 +266,7 @@ class Service:
             self._finished(answer, log)
 
     def _finished(self, answer: ApiAnswer, log: dict[str, Any]) -> None:
-        """However it ended: nothing of it stays in the batch."""
+        """Clean up, however the answer ended: nothing of it stays in the batch."""
         self.worker.cancel(answer.ticket)
         account = answer.account
         self.metrics.answered(account)
@@ -286,7 +286,7 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that end what they stand for, also where the client is gone before the first of them."""
+    """Server-sent events that clean up after themselves, even if the client disconnects before the first one."""
 
     def __init__(self, events: AsyncIterator[str], finished: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -312,12 +312,12 @@ def _logprobs(asked: CompletionRequest | ChatRequest) -> int | None:
 
 
 def _prompt_tokens(asked: Asked, ticket: Ticket) -> int:
-    """A prompt that is answered n times is read n times, but counts once, as OpenAI counts."""
+    """With n answers a prompt is prefilled n times but counts once, as with OpenAI."""
     return sum(map(len, ticket.request.prompts)) // asked.n
 
 
 async def _unless_hung_up(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; it ends where the client goes away first."""
+    """The result of `work`, which is cancelled if the client disconnects first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_hung_up(request))
     try:
@@ -377,7 +377,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    """The page and a policy that lets it run its own script and style, talk to this server, and do nothing else."""
+    """The page, and a policy that allows only its own script and style, and requests to this server."""
     html = (files("depthdecay.serve") / "page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
@@ -388,7 +388,7 @@ def _page() -> tuple[str, str]:
 
 @functools.cache
 def _docs() -> tuple[str, str]:
-    """FastAPI's page of the API and a policy for it: its script and style come from one CDN, all else from here."""
+    """FastAPI's API page, and a policy for it: its script and style come from one CDN, everything else from here."""
     html = bytes(get_swagger_ui_html(openapi_url="/openapi.json", title="depthdecay").body).decode()
     cdn = "https://cdn.jsdelivr.net"
     policy = (
@@ -400,7 +400,7 @@ def _docs() -> tuple[str, str]:
 
 
 def _hashes(html: str, tag: str) -> str:
-    """What a policy calls the page's own scripts or styles by."""
+    """Hashes of the page's inline scripts or styles, as a policy lists them."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode() for inline in found)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

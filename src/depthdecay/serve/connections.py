@@ -1,4 +1,4 @@
-"""Connections whose clients do not keep us waiting: uvicorn's own protocol, with an end to every wait, and a limit."""
+"""Connections with limits: uvicorn's protocol plus a timeout for every wait and a maximum number of connections."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ logger = logging.getLogger("depthdecay.serve.connections")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What an operator decides about clients."""
+    """The operator's limits for clients."""
 
     max_connections: int = 512
-    # For sending a request, for reading what waits for it, and between two requests.
+    # For sending a request, for reading the response, and between two requests.
     client_seconds: float = 30.0
-    # For a whole request; nothing holds a connection for longer than this and client_seconds together.
+    # For a whole request; no connection lasts longer than this plus client_seconds.
     request_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
             raise DepthDecayError(f"max_connections is {self.max_connections}; expected a whole number of at least 1")
         if not self.client_seconds > 0:
-            raise DepthDecayError(f"the client's timeout is {self.client_seconds} seconds; expected more than 0")
+            raise DepthDecayError(f"the client timeout is {self.client_seconds} seconds; expected more than 0")
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn ends quiet connections only behind a first answer, and only while not a byte has come."""
+    """uvicorn itself closes idle connections only after a first response, and only if no byte has arrived since."""
 
     def __init__(self, limits: ConnectionLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.limits = limits
-        self._quiet_since = time.monotonic()  # no request is under way
-        self._has_begun_request = False  # a part of the next request, or of the last one's body, has come
+        self._quiet_since = time.monotonic()  # no request in progress
+        self._has_begun_request = False  # part of the next request, or of the last one's body, has arrived
         self._asked_at = 0.0
         self._unread_since = 0.0
         self._closing_since: float | None = None
@@ -51,13 +51,13 @@ class BoundedProtocol(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Whoever has been quiet longest goes, so that idle connections shut nobody out."""
+        """Close the connection that has been idle longest, so that idle ones do not block new clients."""
         quiet = [c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self and c.is_quiet]
         if quiet:
             oldest = min(quiet, key=lambda connection: connection._quiet_since)
-            oldest.end("made room for another")
+            oldest.end("closed to make room for another")
             return
-        message = f"{self.limits.max_connections} connections are at work already; try again later"
+        message = f"all {self.limits.max_connections} connections are busy; try again later"
         self.refuse(ApiError(503, message, code="too_many_connections", retry_after=1))
 
     @property
@@ -77,7 +77,7 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._quiet_since = time.monotonic()
-        # A body that nobody wants is still coming; that it comes does not make the client a busy one.
+        # The rest of a refused body may still be arriving; that does not make the client busy.
         self._has_begun_request = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
 
@@ -86,9 +86,9 @@ class BoundedProtocol(H11Protocol):
         super().pause_writing()
 
     def end_if_overdue(self, now: float) -> None:
-        """End what a client has kept waiting for too long. Asked every now and then."""
+        """Close the connection if its client has kept us waiting too long. Called periodically."""
         patience = self.limits.client_seconds
-        if self.transport.is_closing():  # and yet here: it does not read what was written last
+        if self.transport.is_closing():  # still open, since the client does not read what was written last
             self._closing_since = now if self._closing_since is None else self._closing_since
             if now - self._closing_since > patience:
                 self.transport.abort()
@@ -97,16 +97,16 @@ class BoundedProtocol(H11Protocol):
                 if self._has_begun_request and self.conn.our_state is h11.IDLE:
                     self.refuse(_too_slow("the request's headers", patience))
                 else:
-                    self.end("quiet for too long")
+                    self.end("idle for too long")
         elif self.flow.write_paused and now - self._unread_since > patience:
-            self.end("did not read its answer")
+            self.end("did not read its response")
         elif self.cycle.more_body and not self.cycle.response_started and now - self._asked_at > patience:
             self.refuse(_too_slow("the request's body", patience))
         elif now - self._asked_at > self.limits.request_seconds + patience:
-            self.end("took too long in all")
+            self.end("request took too long")
 
     def refuse(self, error: ApiError) -> None:
-        """An answer of the connection's own, without the app, and the end."""
+        """Send an error without involving the app, and close the connection."""
         logger.info("connection refused", extra={"fields": {"status": error.status, "why": error.message}})
         body = error.response()
         headers = [*body.raw_headers, (b"connection", b"close")]

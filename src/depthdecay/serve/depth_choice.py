@@ -1,4 +1,4 @@
-"""From what a request says about depth to a mode and a plan on the served ladder."""
+"""From a request's depth settings to a mode and a plan on the served ladder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from depthdecay.serve.schema import DepthRequest
 
 
 class Depths:
-    """The served ladder with any schedule. Another ladder cannot be asked for: a batch has one."""
+    """The served ladder with any schedule. Requests cannot choose another ladder, since a batch has one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.base = engine.drafting_plan
-        # Where layers were replaced by maps, a depth without maps would be far off.
+        # Where layers have repair maps, depths without maps would be far less accurate.
         mapped = engine.repairs.at_depth
         self.least = max(1, self.base.ladder.min_layers, min(mapped, default=0))
         self.at_speedup = lru_cache(maxsize=256)(self._at_speedup)
@@ -30,13 +30,13 @@ class Depths:
         if asked.alpha is not None:
             return "decay", self.at_alpha(asked.alpha)
         if asked.speedup is not None:
-            # A calibrated plan's speed-ups mean the length that it was calibrated for, as in the library.
+            # A calibrated plan's speed-ups refer to the length that it was calibrated for, as in the library.
             calibrated_for = self.base.notes.get("over_tokens")
             over = asked.over_tokens or calibrated_for or max_tokens or DEFAULT_OVER
             return "decay", self.at_speedup(asked.speedup, over)
         mode = asked.mode or self.engine.step_mode
         if mode == "decay" and self.engine.plan is None:
-            raise DepthDecayError("mode decay needs alpha or speedup here, since the server was started without a plan")
+            raise DepthDecayError("mode decay needs alpha or speedup, since the server was started without a plan")
         return mode, self.engine.plan if mode == "decay" else None
 
     def _at_alpha(self, alpha: float) -> Plan:
@@ -51,7 +51,7 @@ class Depths:
         return plan_at_speedup(self.base, self.engine.stack, speedup, over_tokens, self.engine.repairs, **least)
 
     def most_speedup(self, over_tokens: int = DEFAULT_OVER) -> float:
-        """In tenths, what a request may ask for on average over so many tokens; for the page's slider."""
+        """The highest speed-up that a request may choose over so many tokens, in tenths; for the page's slider."""
         most = 1.0
         for tenths in range(11, 31):
             try:

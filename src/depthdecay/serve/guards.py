@@ -1,4 +1,4 @@
-"""What stands before the routes: request ids, logs, hosts, the key, the size of bodies, headers that browsers obey."""
+"""Middleware in front of the routes: request ids, logs, hosts, the API key, body size and security headers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("depthdecay.serve")
 OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
-HUNG_UP = 499  # as proxies log it: the client went away before it had an answer
-# For whatever has no policy of its own: data, which a browser is to show and not to run.
+HUNG_UP = 499  # as proxies log it: the client disconnected before the response
+# For responses without a policy of their own: they are data, which a browser should show and never run.
 _POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
 
 
 class Guard:
-    """Plain ASGI, since a wrapper around responses would keep streams from seeing that their client has gone."""
+    """Plain ASGI: a wrapper around responses would hide a client's disconnect from streams."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Guard:
         request_id = uuid.uuid4().hex
         log: dict[str, Any] = {}
         method = scope["method"]
-        # A HEAD is a GET whose body is not sent, which is the protocol's business.
+        # A HEAD is a GET without the body, which the HTTP protocol leaves out itself.
         scope = {**scope, "method": "GET" if method == "HEAD" else method}
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "log": log}
         started = time.monotonic()
@@ -75,7 +75,7 @@ class Guard:
                 await refusal.response()(scope, receive, labelled)
             else:
                 await self.app(scope, self._counted(receive), labelled)
-        except asyncio.CancelledError:  # the server ends, and waits no longer for this one
+        except asyncio.CancelledError:  # the server is shutting down and no longer waits for this request
             if status == 0:
                 stopped = ApiError(503, "the server was stopped", code="stopped")
                 await stopped.response()(scope, receive, labelled)
@@ -99,7 +99,7 @@ class Guard:
         )
 
     def _host_refused(self, given: list[bytes]) -> ApiError | None:
-        if self.allowed_hosts is None or not given:  # no browser leaves it out
+        if self.allowed_hosts is None or not given:  # browsers always send it
             return None
         name = host_name(given[0].decode("latin-1"))
         if name in self.allowed_hosts:
@@ -110,11 +110,11 @@ class Guard:
     def _key_refused(self, given: list[bytes]) -> ApiError | None:
         if self.key is None:
             return None
-        if len(given) > 1:  # a proxy might have looked at the other one
+        if len(given) > 1:  # a proxy might have checked the other one
             return ApiError(401, "the Authorization header was sent more than once", code="invalid_api_key")
         said = given[0] if given else b""
         key = said[7:] if said[:7].lower() == b"bearer " else b""
-        # Digests are compared, so that the time says nothing about the key, its length included.
+        # Digests are compared, so that timing reveals nothing about the key, not even its length.
         if hmac.compare_digest(_digest(key), self.key):
             return None
         return ApiError(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
@@ -127,7 +127,7 @@ class Guard:
         return ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
 
     def _counted(self, receive: Receive) -> Receive:
-        """Bodies without a length are counted as they come."""
+        """Bodies without a declared length are counted as they arrive."""
         read = 0
 
         async def counted() -> MutableMapping[str, Any]:

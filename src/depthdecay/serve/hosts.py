@@ -1,7 +1,7 @@
-"""Whose name a request may call the server by.
+"""Which host names a request may use for the server.
 
-A page of another site can make a browser look its own name up as 127.0.0.1 and then talk to a server on this machine
-as if it were its own (DNS rebinding). The browser still sends that name in the Host header, which is how it is told.
+With DNS rebinding, another site makes its own name resolve to 127.0.0.1, so that its page can talk to a server on this
+machine as if it were same-origin. The browser still sends that name in the Host header, which is checked here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def allowed_hosts(bound_to: str, given: Sequence[str]) -> frozenset[str] | None:
-    """Names without ports; None where any will do: on a network only the operator knows what a server is called."""
+    """Names without ports. None allows any: on a network, only the operator knows the server's names."""
     named = frozenset(map(_given_name, given))
     if "*" in named:
         return None
@@ -28,7 +28,7 @@ def _given_name(given: str) -> str:
     name = host_name(given)
     if not name or "/" in given:
         raise ArgumentError(
-            f"allowed_host is '{given}'; expected a host's name, such as models.example.org", "allowed_host"
+            f"allowed_host is '{given}'; expected a host name, such as models.example.org", "allowed_host"
         )
     return name
 

@@ -1,4 +1,4 @@
-"""The log: one JSON object a line, and no client can make it grow without end."""
+"""The log: one JSON object per line, rate-limited so that clients cannot flood it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import traceback as tracebacks
 from collections.abc import Callable
 from typing import Any
 
-# What strangers can make libraries say at any rate: bytes that are no HTTP, connections that end in every odd way.
+# Loggers that any client can trigger at will: with bytes that are not HTTP, or connections that end abruptly.
 _RATE_LIMITED = ("asyncio", "uvicorn.error", "depthdecay.serve.connections")
 
 
 class JsonLines(logging.Formatter):
-    """Requests are logged by id and figures; prompts, answers and keys never are."""
+    """Logs request ids and figures, but never prompts, answers or keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname.lower()}
         line["event"] = record.getMessage()
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
-            # The kind and the place, not the message: libraries put what they were given into it.
+            # The type and location, not the message: libraries put their inputs into messages.
             line["error"] = record.exc_info[0].__name__ if record.exc_info[0] else ""
             line["at"] = _places(record.exc_info[2])
         return json.dumps(line)
@@ -33,7 +33,7 @@ def _places(traceback: Any) -> list[str]:
 
 
 class RateLimit(logging.Filter):
-    """Lets so many records through in a period; the first of the next period tells how many were left out."""
+    """Passes `most` records per period; the first record of the next period reports how many were left out."""
 
     def __init__(self, most: int = 10, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counters for Prometheus, in a registry of the app's own."""
+"""Prometheus metrics, in the app's own registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """What an operator watches. Layers are those of decoding passes, counted where they ran."""
+    """Metrics for operators. Layers are those of decode passes, counted where they run."""
 
     def __init__(self, worker: Worker) -> None:
         self.registry = registry = CollectorRegistry()
@@ -28,41 +28,39 @@ class Metrics:
             Gauge(f"depthdecay_{name}", about, registry=registry).set_function(read)
 
         self.requests = counter("requests", "Requests by path and status.", "path", "status")
-        self.broken_off = counter(
-            "answers_broken_off", "Answers that ended before they were whole: hang-ups, timeouts, errors."
-        )
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
+        self.broken_off = counter("answers_broken_off", "Answers that did not complete: disconnects, timeouts, errors.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled.")
         self.tokens = counter("tokens", "Tokens generated.")
-        self.layers_executed = counter("layers_executed", "Layers times rows that decoding passes ran.")
-        self.layers_saved = counter("layers_saved", "Layers times rows that decay spared.")
-        self.drafted = counter("drafted_tokens", "Drafts of lossless requests that verifications judged.")
-        self.accepted = counter("accepted_tokens", "Drafts of lossless requests that were right.")
+        self.layers_executed = counter("layers_executed", "Layers times rows, run in decode passes.")
+        self.layers_saved = counter("layers_saved", "Layers times rows, saved by decay.")
+        self.drafted = counter("drafted_tokens", "Drafts of lossless requests that were verified.")
+        self.accepted = counter("accepted_tokens", "Drafts of lossless requests that were accepted.")
         self.row_errors = counter("row_errors", "Rows whose pass failed.")
-        self.failed_passes = counter("failed_passes", "Passes that failed, also where rows ran in halves of them.")
+        self.failed_passes = counter("failed_passes", "Passes that failed, including those retried in halves.")
         self.to_first = Histogram(
             "depthdecay_time_to_first_token_seconds",
-            "From request to token 0.",
+            "From the request to its first token.",
             buckets=[*(bound for bound in _TO_FIRST if bound < worker.timeout_seconds), worker.timeout_seconds],
             registry=registry,
         )
         self.per_token = Histogram(
             "depthdecay_time_per_output_token_seconds",
-            "Between tokens, mean of an answer.",
+            "Time between tokens, averaged over an answer.",
             buckets=_PER_TOKEN,
             registry=registry,
         )
         batcher = worker.batcher
-        gauge("requests_waiting", "Sequences that have no place in the batch yet.", lambda: worker.waiting)
+        gauge("requests_waiting", "Sequences that wait to join the batch.", lambda: worker.waiting)
         gauge("rows_running", "Sequences in the batch.", lambda: len(batcher.rows))
-        gauge("exact", "1 when no answer depends on its neighbours.", lambda: float(batcher.inexact is None))
-        gauge("ready", "1 when requests are taken.", lambda: float(worker.state == "ready"))
-        gauge("cache_used_bytes", "Keys and values held.", lambda: batcher.usage().used)
-        gauge("cache_free_bytes", "Keys and values not held.", lambda: batcher.usage().free)
-        gauge("cache_saved_bytes", "What full depth would hold more now.", lambda: batcher.usage().saved)
+        gauge("exact", "1 when answers are batch-invariant.", lambda: float(batcher.inexact is None))
+        gauge("ready", "1 when requests are accepted.", lambda: float(worker.state == "ready"))
+        gauge("cache_used_bytes", "KV cache in use.", lambda: batcher.usage().used)
+        gauge("cache_free_bytes", "KV cache free.", lambda: batcher.usage().free)
+        gauge("cache_saved_bytes", "KV cache that full depth would use in addition.", lambda: batcher.usage().saved)
         self._seen: dict[Counter, int] = {}
 
     def step(self, batcher: Batcher, updates: list[Update]) -> None:
-        """Behind every step, in the worker's thread."""
+        """Called after every step, in the worker's thread."""
         now = batcher.counters
         values = {
             self.prompt_tokens: now.prompt_tokens,

@@ -1,4 +1,4 @@
-"""From a body to what it asks: bounded work, off the event loop where it is much, and one mistake told by name."""
+"""Parsing request bodies: bounded work, off the event loop for long bodies, and an error that names one mistake."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from depthdecay.serve.schema import FORM
 
 Asked = TypeVar("Asked", bound=BaseModel)
 
-SMALL_BODY = 2**14  # bytes; a longer one takes milliseconds to check, and running streams would wait for them
+SMALL_BODY = 2**14  # bytes; a longer body takes milliseconds to check, which would hold up running streams
 
 
 class BodyReader:
-    """Long bodies are checked one at a time: parsing holds the interpreter's lock, and several in a row would keep
-    everything else waiting."""
+    """Long bodies are checked one at a time: parsing holds the GIL, and several at once would hold up everything
+    else."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="depthdecay-long-bodies")
@@ -37,7 +37,7 @@ class BodyReader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, checked, model, body)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False)  # those that wait are told like all others: it takes no time
+        self._thread.shutdown(wait=False)  # bodies still queued are checked as usual, which is quick
 
 
 def checked(model: type[Asked], body: bytes) -> Asked:
@@ -52,11 +52,11 @@ def checked(model: type[Asked], body: bytes) -> Asked:
 
 
 def hung_up() -> ApiError:
-    return ApiError(499, "the client went away", code="hung_up")
+    return ApiError(499, "the client disconnected", code="hung_up")
 
 
 def _require_json(content_type: str) -> None:
-    """Pages of other sites can send any text without asking, but not JSON; so this also keeps them out."""
+    """This also keeps other sites' pages out: a browser lets them send plain text without a preflight, but not JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         said = f"is '{shortened(kind)}'" if kind else "is missing"

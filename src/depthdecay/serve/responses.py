@@ -1,4 +1,4 @@
-"""From a step's updates to the objects that OpenAI's clients read, whole or as a stream."""
+"""From a step's updates to OpenAI's response objects, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class Account:
-    """One request as the log and the metrics see it: figures only, never text."""
+    """One request's figures for the log and the metrics, never its text."""
 
     started: float = field(default_factory=time.monotonic)
     tokens: int = 0
-    spans: dict[int, tuple[float, float, int]] = field(default_factory=dict)  # by sequence: first and last token, count
+    spans: dict[int, tuple[float, float, int]] = field(default_factory=dict)  # by sequence: first, last, count
 
     def saw(self, sequence: int) -> None:
         now = time.monotonic()
@@ -41,17 +41,17 @@ class Account:
 
 @dataclass
 class Choice:
-    """One answer of a request, as far as it has come."""
+    """One answer of a request, so far."""
 
     index: int
     text: str = ""
     depths: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    # Of all tokens that log probabilities were told of: characters so far, and the beginning of one.
+    # For text offsets of log-probabilities: characters so far, and a partly decoded one.
     characters: int = 0
     unfinished: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8(errors="ignore"))
     result: Result | None = None
-    # Told with the next piece of text: a token may hold half a character, or what might become a stop string.
+    # Sent with the next piece of text: a token may end mid-character, or in what could become a stop string.
     new_depths: list[int] = field(default_factory=list)
     new_draft_depths: list[int | None] = field(default_factory=list)
     layer_passes: int = 0  # so far, of a lossless answer
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass
 class ApiAnswer:
-    """What the whole request gets: a choice for each sequence of its ticket."""
+    """The response to a whole request: a choice for each sequence of its ticket."""
 
     kind: str  # "chat" or "text"
     id: str
@@ -154,7 +154,7 @@ class ApiAnswer:
             "layers_full": full,
             "layer_speedup": full / executed if executed else 1.0,
         }
-        if results and all(result.exact is not None for result in results):  # where anything is known of it
+        if results and all(result.exact is not None for result in results):  # None: unknown
             account["exact"] = all(result.exact for result in results)
         if self.mode == "lossless":
             drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
@@ -169,14 +169,14 @@ class ApiAnswer:
         return account
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chat streams begin with the role."""
+        """Chat streams start with the role."""
         if not self.is_chat:
             return []
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(choice, role) for choice in self.choices.values()]
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any] | None:
-        """What an update adds to a stream; None where it only waits for more."""
+        """The chunk that an update adds to a stream; None where its text is held back."""
         is_last = choice.result is not None
         if not text and not is_last:
             return None
@@ -211,7 +211,7 @@ class ApiAnswer:
         """Until every choice has ended."""
         left = len(self.choices)
         while left:
-            # The batch looks at its clock between two steps only, and a step may be long.
+            # The batch checks deadlines only between steps, and a step may be long.
             async with asyncio.timeout(self.ticket.place.deadline - time.monotonic()):
                 news = await self.ticket.updates.get()
             if isinstance(news, Exception):
@@ -226,7 +226,7 @@ class ApiAnswer:
         return self.whole()
 
     async def events(self, on_error: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
-        """Server-sent events; an error on the way is the last of them, and then [DONE] is missing."""
+        """Server-sent events. An error is sent as the last one, without [DONE]."""
         try:
             for chunk in self.opening():
                 yield _event(chunk)
@@ -242,13 +242,13 @@ class ApiAnswer:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Bad input is the client's; anything else is ours, and says nothing about our insides."""
+    """Bad input is the client's error; anything else is ours, and its message reveals no internals."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DepthDecayError):
         code = "context_length_exceeded" if isinstance(error, ContextError) else None
         return ApiError(400, " ".join(str(error).split()), code=code)
-    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+    return ApiError(500, "the server failed on this request; see its log for the reason", code="internal_error")
 
 
 def _event(content: dict[str, Any]) -> str:

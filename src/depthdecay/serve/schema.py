@@ -1,4 +1,4 @@
-"""What a request may say. What is not here is refused by name, never ignored."""
+"""The request schema. Unknown parameters are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MOST_TOP_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_PROMPTS = 128
 MOST_MESSAGES = 2048  # as OpenAI's own API
-MOST_IDS = 2**20  # the server's context, which is shorter, is checked before anything is done with them
-MOST_FIELDS = 64  # of one object; each that is unknown would make an error of its own
+MOST_IDS = 2**20  # the server's context limit, which is lower, is checked before the ids are used
+MOST_FIELDS = 64  # per object; each unknown field would produce an error of its own
 MOST_BIASES = 1024
-LONGEST_STOP = 1024  # characters; every new piece of text is held against all of them
+LONGEST_STOP = 1024  # characters; every new piece of text is compared with all stop strings
 LONGEST_NAME = 1024
 _SEED = 2**63
 
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists end at their first mistake: a body holds some 300,000 elements, and an error for each takes seconds.
+# Lists fail at their first mistake: a body can hold some 300,000 elements, and an error for each would take seconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_IDS, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
-FORM = "form:"  # before the names of a value's forms, which errors then leave out
+FORM = "form:"  # prefix of the tags of a value's forms, so that error messages can leave them out
 
 
 def _form_of_stop(given: Any) -> str | None:
@@ -34,7 +34,7 @@ def _form_of_stop(given: Any) -> str | None:
 
 
 def _form_of_prompt(given: Any) -> str | None:
-    """By its first element, so that a prompt is held against one form only, and told what is wrong with that."""
+    """Decided by the first element, so that a prompt is checked against one form only, and errors refer to that."""
     if isinstance(given, list) and given and not isinstance(given[0], str):
         return f"{FORM}lists of ids" if isinstance(given[0], list) else f"{FORM}ids"
     return _form_of_stop(given)
@@ -44,13 +44,13 @@ def _form_of_content(given: Any) -> str | None:
     return f"{FORM}text" if isinstance(given, str) else f"{FORM}parts" if isinstance(given, list) else None
 
 
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON has no numbers as names
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON keys are strings
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def few(most: int) -> BeforeValidator:
-    """Of an object with names of any kind: counted before, since each entry may make an error of its own."""
+    """Limit an object with arbitrary keys. Counted first, since each entry may produce an error of its own."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > most:
@@ -61,12 +61,12 @@ def few(most: int) -> BeforeValidator:
 
 
 def only(*values: Any) -> BeforeValidator:
-    """Of a parameter that is not supported: the values that ask for nothing, which clients send all the same."""
+    """For an unsupported parameter: accept only the values that have no effect, which some clients send anyway."""
     told = " or ".join(map(json.dumps, values))
 
     def check(given: Any) -> Any:
-        if not any(type(given) is type(value) and given == value for value in values):  # false, but no 0
-            raise PydanticCustomError("not_supported", "is not supported; leave it out, or say {told}", {"told": told})
+        if not any(type(given) is type(value) and given == value for value in values):  # false is not 0
+            raise PydanticCustomError("not_supported", "is not supported; omit it or set it to {told}", {"told": told})
         return given
 
     return BeforeValidator(check)
@@ -76,35 +76,35 @@ Nothing = Annotated[list[Any], Field(max_length=0), only([])]
 
 
 class StrictModel(BaseModel):
-    # Strict: "5" is no number and true is no 1. Infinite numbers mean nothing here.
+    # Strict: "5" is not a number and true is not 1. Infinity and NaN are refused.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _null_says_nothing(cls, given: Any) -> Any:
-        """As for OpenAI: clients write null for what they leave to the server."""
+        """As with OpenAI, null means that the parameter is left to the server."""
         if isinstance(given, dict) and len(given) > MOST_FIELDS:
             raise ValueError(f"an object has {len(given)} fields; expected at most {MOST_FIELDS}")
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class DepthRequest(StrictModel):
-    """How deep the answer's tokens go; what is left out is as the server was started."""
+    """Depth settings for the answer's tokens; omitted ones use the server's defaults."""
 
     mode: Literal["full", "decay", "lossless"] | None = Field(
-        None, description="lossless gives full depth's answer, drafted where that pays."
+        None, description="lossless gives the same answer as full depth, with speculative decoding where that pays."
     )
     alpha: float | None = Field(None, gt=0, le=1, description="Token i runs floor(L·alpha^i) layers.")
-    speedup: float | None = Field(None, ge=1, le=1000, description="Layers at full depth over layers executed.")
-    over_tokens: int | None = Field(None, ge=1, le=2**20, description="Tokens over which speedup is the average.")
-    depths: bool = Field(False, description="Tell the depth of every token.")
+    speedup: float | None = Field(None, ge=1, le=1000, description="Layers at full depth divided by layers executed.")
+    over_tokens: int | None = Field(None, ge=1, le=2**20, description="Tokens that speedup is averaged over.")
+    depths: bool = Field(False, description="Return the depth of every token.")
 
     @model_validator(mode="after")
     def _one_meaning(self) -> DepthRequest:
         if self.alpha is not None and self.speedup is not None:
-            raise ValueError("alpha and speedup were given together; each decides the depth, so use one")
+            raise ValueError("alpha and speedup were given together; each sets the depth, so use only one")
         if self.over_tokens is not None and self.speedup is None:
-            raise ValueError("over_tokens says what speedup is averaged over, and was given without it")
+            raise ValueError("over_tokens was given without speedup, which it is for")
         if self.mode in ("full", "lossless") and (self.alpha is not None or self.speedup is not None):
             raise ValueError(f"mode {self.mode} runs every layer; alpha and speedup are for mode decay")
         return self
@@ -120,24 +120,24 @@ class TextFormat(StrictModel):
 
 
 class Asked(StrictModel):
-    """What both kinds of completion have in common."""
+    """Parameters shared by completions and chat completions."""
 
     model: str | None = Field(
-        None, max_length=LONGEST_NAME, description="The served model's name, as /v1/models tells it."
+        None, max_length=LONGEST_NAME, description="The served model's name, as returned by /v1/models."
     )
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
-    frequency_penalty: Penalty | None = Field(None, description="Times how often the answer has a token.")
-    presence_penalty: Penalty | None = Field(None, description="Once for every token that the answer has.")
+    frequency_penalty: Penalty | None = Field(None, description="Subtracted per occurrence of a token in the answer.")
+    presence_penalty: Penalty | None = Field(None, description="Subtracted once per token that occurs in the answer.")
     logit_bias: Annotated[dict[TokenName, Bias] | None, few(MOST_BIASES)] = Field(
-        None, description="By token id, what is added to its score."
+        None, description="Values added to logits, by token id."
     )
     stop: (
         Annotated[
             Annotated[Stop, Tag(f"{FORM}text")]
             | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag(f"{FORM}texts")],
-            Discriminator(_form_of_stop, "not_a_stop", "expected a text, or a list of texts"),
+            Discriminator(_form_of_stop, "not_a_stop", "expected a string or a list of strings"),
         ]
         | None
     ) = None
@@ -165,18 +165,18 @@ class CompletionRequest(Asked):
         | Annotated[
             list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag(f"{FORM}lists of ids")
         ],
-        Discriminator(_form_of_prompt, "not_a_prompt", "expected a text, texts, token ids, or lists of token ids"),
+        Discriminator(_form_of_prompt, "not_a_prompt", "expected a string, strings, token ids, or lists of token ids"),
     ]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES, description="As many as n.")
+    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Must equal n.")
     echo: Annotated[Literal[False] | None, only(False)] = None
     suffix: Annotated[Literal[""] | None, only("")] = None
 
     @model_validator(mode="after")
     def _all_are_told(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; all choices are told, so give n alone")
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; all choices are returned, so give only n")
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -195,9 +195,9 @@ class Message(StrictModel):
     content: Annotated[
         Annotated[str, Tag(f"{FORM}text")]
         | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), Tag(f"{FORM}parts")],
-        Discriminator(_form_of_content, "not_a_content", "expected a text, or a list of parts of type text"),
+        Discriminator(_form_of_content, "not_a_content", "expected a string or a list of parts of type text"),
     ]
-    # What an answer brings along when it is sent back.
+    # Fields of an answer that clients send back with it.
     annotations: Nothing | None = None
     tool_calls: Nothing | None = None
 
@@ -231,7 +231,7 @@ class ChatRequest(Asked):
     @model_validator(mode="after")
     def _said_once(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are two names of one setting; use one")
+            raise ValueError("max_tokens and max_completion_tokens are the same setting; use only one")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs was given without logprobs")
         return self

@@ -1,4 +1,4 @@
-"""From a loaded engine to a running server, and to its end on SIGTERM."""
+"""Runs the server on a loaded engine until SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from depthdecay.serve.worker import Worker
 
 logger = logging.getLogger("depthdecay.serve")
 
-# The batch's thread gives the interpreter's lock away at every operation of torch, and gets it back from a busy event
-# loop only after this time: with Python's own 5 ms a step took many times as long beside a flood of small requests.
+# The batch's thread releases the GIL at every torch operation, and gets it back from a busy event loop only after this
+# time. With Python's default of 5 ms, a step took many times as long during a flood of small requests.
 SWITCH_SECONDS = 0.0005
-LAST_WORDS_SECONDS = 5  # for telling clients that the server has stopped, once it has
-# asyncio takes so many connections in one go before any of them can make room for another; those beyond wait in the
+LAST_WORDS_SECONDS = 5  # for telling clients that the server has stopped
+# asyncio accepts this many connections at once, before any of them can make room for another. Further ones wait in the
 # system's queue.
 ACCEPTED_AT_ONCE = 32
 QUEUED_BY_SYSTEM = 512
-_OWN_FILES = 128  # descriptors that are no connections: the model's files, libraries, the log
+_OWN_FILES = 128  # file descriptors other than connections: model files, libraries, the log
 
 
 class Server(uvicorn.Server):
-    """Ends every wait for a client. From the signal on it refuses requests, and ends when those it took have ended;
-    Ctrl-C twice does not wait."""
+    """A server with timeouts for clients. After a signal it refuses new requests and stops once the running ones have
+    finished; a second Ctrl-C stops it at once."""
 
     def __init__(self, app: Any, worker: Worker, limits: ConnectionLimits, grace_seconds: float = 60.0) -> None:
         config = uvicorn.Config(
@@ -56,19 +56,19 @@ class Server(uvicorn.Server):
         self.worker = worker
         self.limits = limits
         self.grace_seconds = grace_seconds
-        self.is_hurried = False  # by Ctrl-C while the last requests finish
+        self.is_hurried = False  # Ctrl-C was pressed again while the last requests finish
         self._looking_after: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.worker.drain()
-        # Not uvicorn's force_exit, with which it leaves the application's end out: that is a traceback then.
+        # Not uvicorn's force_exit: it skips the app's shutdown, which then ends in a traceback.
         self.is_hurried = self.is_hurried or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(QUEUED_BY_SYSTEM)  # which asyncio has set to what it takes in one go
+            listening.listen(QUEUED_BY_SYSTEM)  # asyncio has set this to ACCEPTED_AT_ONCE
         self._looking_after = asyncio.create_task(self._look_after_connections())
 
     async def _look_after_connections(self) -> None:
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.worker.drain()
         await self._finish_requests()
-        # What is left is told so: a stream by its last event, the others by a 503.
+        # Requests still open get an error: a stream as its last event, the others as a 503.
         await asyncio.to_thread(self.worker.stop)
         await super().shutdown(sockets)
         if self._looking_after is not None:
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _finish_requests(self) -> None:
-        """Listening all the while, so that /health can say what goes on; those that come now are refused at once."""
+        """Keeps listening, so that /health reports the state; new requests are refused at once."""
         taken = set(self.server_state.tasks)
         end = time.monotonic() + self.grace_seconds
         while not self.is_hurried and time.monotonic() < end and not all(task.done() for task in taken):
@@ -102,14 +102,14 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Take the port, before a model is loaded in vain; nobody can connect before the server listens."""
+    """Claim the port before the model is loaded, so that a conflict shows early. Clients cannot connect yet."""
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
             bound = socket.socket(family, kind, protocol)
             sockets.append(bound)
-            if sys.platform != "win32":  # where it would let two servers share a port
+            if sys.platform != "win32":  # there it would let two servers share a port
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -125,7 +125,7 @@ def run_server(
     app: Any, worker: Worker, sockets: Sequence[socket.socket], limits: ConnectionLimits, grace_seconds: float
 ) -> None:
     log_to_stderr()
-    # Requests make many objects, and collecting them must not mean looking at all that the libraries have.
+    # Requests create many objects; garbage collection should not scan everything the libraries hold each time.
     gc.collect()
     freeze_for_good()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -133,7 +133,7 @@ def run_server(
     host, port = sockets[0].getsockname()[:2]
     try:
         for bound in sockets:
-            bound.listen(QUEUED_BY_SYSTEM)  # another server may have taken the port, as we had, and be listening by now
+            bound.listen(QUEUED_BY_SYSTEM)  # fails if another server has bound the same port and listens by now
         logger.info("listening", extra={"fields": {"host": host, "port": port}})
         server.run(list(sockets))
     except OSError as error:
@@ -145,7 +145,7 @@ def run_server(
 
 
 def most_connections(wanted: int) -> int:
-    """As many as asked for, within what the system lets a process open."""
+    """The number asked for, limited by the files that a process may open."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -156,11 +156,11 @@ def most_connections(wanted: int) -> int:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> DepthDecayError:
     if error.errno == errno.EADDRINUSE:
-        why = "the port is in use; take another with --port"
+        why = "the port is in use; choose another with --port"
     elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        why = "this machine has no such address; 127.0.0.1 is for itself alone, 0.0.0.0 for everybody who can reach it"
+        why = "this machine has no such address; use 127.0.0.1 for local clients only, or 0.0.0.0 for any client"
     elif error.errno == errno.EACCES:
-        why = "ports below 1024 are for administrators; take another with --port"
+        why = "ports below 1024 need administrator rights; choose another with --port"
     else:
         why = one_line(error.strerror or error)
     return DepthDecayError(f"the server cannot listen on {host}:{port}: {why}")

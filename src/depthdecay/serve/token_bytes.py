@@ -1,4 +1,4 @@
-"""A token's own bytes: a character may be spread over several tokens, and none of them is text by itself."""
+"""The bytes of a token: a character may span several tokens, none of which is valid text by itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 import re
 from typing import Any
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # as vocabularies with a fallback to bytes write one
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of vocabularies with byte fallback
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """What the token adds to a text. Where the vocabulary does not say, its own text as bytes."""
+    """The bytes that the token adds to a text; where the vocabulary does not give them, its decoded text as UTF-8."""
     written = tokenizer.convert_ids_to_tokens(token)
     text = str(tokenizer.decode([token]))
     if isinstance(written, str) and "▁" in written:  # a space, which decoding a token by itself may drop
@@ -27,7 +27,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def token_name(said: bytes) -> str:
-    """As OpenAI names tokens: their text, or their bytes where they are none."""
+    """A token as OpenAI writes it: its text, or its bytes where they are not valid UTF-8."""
     try:
         return said.decode("utf-8")
     except UnicodeDecodeError:
@@ -36,8 +36,8 @@ def token_name(said: bytes) -> str:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write every byte as a character that can be seen: the printable ones of Latin-1 as they
-    are, the others from U+0100 on."""
+    """Byte-level vocabularies write every byte as a visible character: printable Latin-1 as it is, the others from
+    U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(0x100 + place): byte for place, byte in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""Texts as token ids: what cannot fit is refused unread, and long texts keep no short one waiting."""
+"""Tokenizing prompts: what cannot fit is refused without tokenizing, and long texts do not hold up short ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from depthdecay.errors import ContextError
 from depthdecay.model.prompts import token_ids
 from depthdecay.serve.api_errors import ApiError
 
-LONG_TEXT = 2**14  # characters, some ten milliseconds' work
-# Runs of these show whether a tokenizer drops or joins what it reads: spaces, marks, and what no vocabulary has.
+LONG_TEXT = 2**14  # characters, about ten milliseconds of work
+# Runs of these show whether a tokenizer drops or merges input: spaces, combining marks, and unknown characters.
 _PROBES = (" ", "\n", "\t", "a", "字", "\u0301", "\u00ad", "\u200b", "\x00", "\ue000", "\U0010ffff")
 
 
 class Tokenizing:
-    """Two threads: one for short texts, one for long ones, each with a tokenizer of its own, since fast tokenizers are
-    not to be asked by two threads at once. One thread for both where there is no second tokenizer."""
+    """One thread for short texts and one for long ones, each with its own tokenizer, since fast tokenizers are not
+    thread-safe. A single thread where the tokenizer cannot be copied."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, max_positions: int) -> None:
         self.vocabulary = vocabulary
@@ -28,11 +28,11 @@ class Tokenizing:
         per_token = most_characters_per_token(tokenizer)
         self.most_characters = None if per_token is None else per_token * max_positions
         self._short = self._long = _Lane("short", tokenizer)
-        with contextlib.suppress(Exception):  # a tokenizer of a model's own code may have parts that cannot be copied
+        with contextlib.suppress(Exception):  # a custom tokenizer may have parts that cannot be copied
             self._long = _Lane("long", copy.deepcopy(tokenizer))
 
     async def ids(self, prompts: Sequence[Any], settings: dict[str, Any]) -> list[list[int]]:
-        """The token ids of each prompt; an error as soon as one cannot fit."""
+        """The token ids of each prompt; raises as soon as one cannot fit."""
         for prompt in prompts:
             if isinstance(prompt, list) and isinstance(prompt[0], int):
                 self._require_fit(len(prompt))
@@ -56,7 +56,7 @@ class Tokenizing:
     def _require_fit(self, tokens: int) -> None:
         if tokens >= self.max_positions:
             raise ContextError(
-                f"the prompt has {tokens} tokens, but texts here have at most {self.max_positions}, answer included"
+                f"the prompt has {tokens} tokens, but the limit is {self.max_positions}, including the answer"
             )
 
     def _refuse_unread(self, tokenizer: Any, prompt: Any) -> None:
@@ -64,16 +64,16 @@ class Tokenizing:
             return
         characters = _size(prompt)
         if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            # Templates leave out what they like, such as spaces at the ends and old trains of thought.
+            # A chat template may leave text out, such as surrounding spaces and earlier reasoning.
             try:
                 rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-            except Exception:  # what is wrong with the messages is told where they are tokenized
+            except Exception:  # tokenizing the messages will report the error
                 return
             characters = len(str(rendered))
         if characters > self.most_characters:
             raise ContextError(
-                f"the prompt has {characters} characters, but texts here have at most {self.max_positions} tokens, "
-                f"which never stand for more than {self.most_characters}"
+                f"the prompt has {characters} characters, but the limit is {self.max_positions} tokens, "
+                f"which hold at most {self.most_characters}"
             )
 
     def close(self) -> None:
@@ -93,19 +93,19 @@ class _Lane:
 
 
 def most_characters_per_token(tokenizer: Any) -> int | None:
-    """The longest that a token can stand for; None where that has no bound.
+    """The most characters of text that one token can represent; None where that is unbounded.
 
-    Vocabularies write a byte or a character of the text as at least one character. So no token stands for more than its
-    entry is long, unless the tokenizer drops parts of the text, or makes one unknown token of many characters.
+    Vocabularies write each byte or character as at least one character. So no token represents more than the length of
+    its entry, unless the tokenizer drops text, or maps many characters to one unknown token.
     """
     special = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    if any(token.lstrip or token.rstrip for token in special):  # they take all spaces beside them
+    if any(token.lstrip or token.rstrip for token in special):  # they absorb all adjacent spaces
         return None
     try:
         longest = max(map(len, tokenizer.get_vocab()))
         probes = [character * (8 * longest) for character in _PROBES]
         counts = [len(tokenizer.encode(probe, add_special_tokens=False)) for probe in probes]
-    except Exception:  # a model's own code, which may not tell its vocabulary, or not take such texts
+    except Exception:  # a custom tokenizer may not expose its vocabulary, or may fail on such texts
         return None
     return longest if min(counts) >= 8 else None
 
@@ -115,7 +115,7 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _size(prompt: Any) -> int:
-    """Characters of a text or a conversation, tokens of token ids."""
+    """The number of characters of a text or conversation, or the number of token ids."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return len(prompt)
     return sum(len(message["content"]) for message in prompt if isinstance(message, Mapping))

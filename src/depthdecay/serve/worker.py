@@ -1,4 +1,4 @@
-"""The thread that owns the batch, and how the web's side talks to it: nothing but this thread touches the model."""
+"""The thread that owns the batch, and how the HTTP side talks to it: only this thread touches the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("depthdecay.serve")
 
 @dataclass(eq=False)
 class Place:
-    """Room in the queue for a request's sequences, from before its texts are tokenized until the batch has them."""
+    """A reservation in the queue for a request's sequences, from before tokenizing until the batch has them."""
 
     count: int
     deadline: float
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way: its sequences' ids once the batch has them, and a queue of what comes back."""
+    """One request in progress: its sequences' ids once the batch has them, and a queue of updates."""
 
     request: Request
     plan: Plan | None
@@ -45,7 +45,7 @@ class Ticket:
 
 
 class Worker:
-    """Steps the batch for as long as there is something in it."""
+    """Steps the batch while there is anything in it."""
 
     def __init__(self, batcher: Batcher, *, max_waiting: int = 256, timeout_seconds: float = 600.0) -> None:
         if max_waiting < 1:
@@ -59,12 +59,12 @@ class Worker:
         self.on_step: Callable[[Batcher, list[Update]], None] | None = None
         self._wake = threading.Condition()
         self._inbox: deque[tuple[str, Ticket]] = deque()
-        self._arriving = 0  # sequences that have a place, and that the batch does not know of yet
+        self._arriving = 0  # sequences that have a place but are not yet in the batch's queue
         self._by_id: dict[int, Ticket] = {}
         self._tickets: set[Ticket] = set()
         self._thread = threading.Thread(target=self._run, name="depthdecay-batch", daemon=True)
 
-    # The web's side.
+    # Called by the HTTP side.
 
     def start(self) -> None:
         self._thread.start()
@@ -78,17 +78,17 @@ class Worker:
         return len(self._tickets)
 
     def reserve(self, count: int) -> Place:
-        """A place for so many sequences, or an error; asked before any work is done for them."""
+        """Reserve places for so many sequences, or raise; called before any work is done for them."""
         self._require_ready()
         if count > self.max_waiting:
             raise ApiError(
-                400, f"{count} sequences were asked for at once, but {self.max_waiting} may wait; ask for fewer"
+                400, f"{count} sequences were requested at once, but at most {self.max_waiting} may wait; request fewer"
             )
         with self._wake:
             if self.waiting + count > self.max_waiting:
                 raise ApiError(
                     429,
-                    f"{self.waiting} sequences are waiting already, and {self.max_waiting} may; try again later",
+                    f"{self.waiting} sequences are already waiting, of at most {self.max_waiting}; try again later",
                     code="queue_full",
                     retry_after=1 + int(self.batcher.pace.step * 16),
                 )
@@ -96,7 +96,7 @@ class Worker:
         return Place(count, time.monotonic() + self.timeout_seconds)
 
     def release(self, place: Place) -> None:
-        """Give a place back; one that was given back before stays so."""
+        """Give a place back. Doing so twice has no effect."""
         with self._wake:
             if place.is_held:
                 place.is_held = False
@@ -112,8 +112,8 @@ class Worker:
     async def submit(
         self, place: Place, request: Request, plan: Plan | None, mode: str, logprobs: int | None = None
     ) -> Ticket:
-        """Hand a request to the batch, and return once it is in its queue. What had a place before the server began to
-        drain is still taken."""
+        """Hand a request to the batch, and return once it is queued. Requests that reserved a place before the server
+        began to drain are still accepted."""
         ticket = Ticket(request, plan, mode, logprobs, place, asyncio.get_running_loop())
         with self._wake:
             if self.state not in ("ready", "draining"):
@@ -132,25 +132,25 @@ class Worker:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """The client has gone, or has what it wanted; to cancel what has ended does nothing."""
+        """Call when the client has disconnected or has its answer. Cancelling an ended request has no effect."""
         with self._wake:
             self._inbox.append(("cancel", ticket))
             self._wake.notify()
 
     def drain(self) -> None:
-        """Take no new requests; those at work go on."""
+        """Accept no new requests; running ones go on."""
         if self.state == "ready":
             self.state = "draining"
 
     def stop(self) -> None:
-        """End the thread behind its current step; what is still open is told so."""
+        """End the thread after its current step; requests still open get an error."""
         with self._wake:
             self.state = "stopped" if self.state != "failed" else "failed"
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
 
-    # The thread.
+    # Run in the thread.
 
     def _run(self) -> None:
         try:
@@ -164,7 +164,7 @@ class Worker:
         while self.state in ("ready", "draining"):
             try:
                 self._turn()
-            except Exception as error:  # no row's own fault: a mistake of ours, which must not take the server down
+            except Exception as error:  # not a single row's failure but our bug, which must not take the server down
                 logger.error("step failed", exc_info=error)
                 self._fail(list(self._tickets), error)
         with self._wake:
@@ -219,7 +219,7 @@ class Worker:
             _tell(ticket, [(ticket, error)])
 
     def _deliver(self, updates: list[Update]) -> None:
-        """One call into the event loop a step, however many rows there are."""
+        """One call into the event loop per step, however many rows there are."""
         news: dict[Ticket, list[Update]] = {}
         for update in updates:
             ticket = self._by_id[update.id]
