@@ -1,4 +1,4 @@
-"""An evaluation from beginning to end on a tiny model: the same answers as the engine's, counted, kept and compared."""
+"""A whole evaluation on a tiny model: the same answers as the engine's, counted, saved and compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PEERS = ("middle-out", "skipdecode", "unified", "shortgpt", "early-exit", "const
 
 
 class Letters(Task):
-    """A toy: right where the answer has more lower-case letters than the question has characters."""
+    """A toy task: correct if the answer has more lower-case letters than the question has characters."""
 
     name = "letters"
     max_new_tokens = 12
@@ -79,7 +79,7 @@ def tiny(tiny_folder: str) -> LoadedModel:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many prompts each call of the engine was given."""
+    """Records the number of prompts in each call of the engine."""
     seen: list[int] = []
     whole = Engine.generate
 
@@ -130,7 +130,7 @@ def test_answers_are_the_engines_own_whatever_the_batch(tiny: LoadedModel, calls
         assert [answer.text for answer in asked.answers] == [result.text for result in alone]
         assert [answer.layers for answer in asked.answers] == [result.layers_executed for result in alone]
         assert [batch.is_cold for batch in asked.batches] == [True] + [False] * (len(asked.batches) - 1)
-    # The last batch of three is filled up, and none is larger than there are questions.
+    # The last of three batches is padded, and no batch is larger than the number of questions.
     assert calls == [1] * 7 + [3] * 3 + [7]
 
 
@@ -140,12 +140,12 @@ def test_longest_prompts_come_first() -> None:
 
 
 def test_a_stop_string_ends_text_and_count_as_in_the_engine(tiny: LoadedModel) -> None:
-    """Found afterwards, as if the engine had looked for it after every token."""
+    """It is searched for afterwards, with the same result as if the engine had checked after every token."""
     plan = Plan.for_speedup(LAYERS, 1.3, over_tokens=12)
     engine = Engine(tiny.model, tiny.tokenizer, plan)
     prompts = [[9, 40, 77], [100, 101], [5, 6, 7, 8], [200, 9]]
     free = [result.text for result in engine.generate(prompts, 30, do_sample=False)]
-    # Whole characters: bytes of a random model may be none, and how those look changes with what follows.
+    # Whole characters only: a random model's bytes may be invalid, and their rendering depends on what follows.
     stop = tuple(next(c for c in text[place:] if c.isascii()) for text, place in ((free[0], 4), (free[1], 7)))
     wanted = engine.generate(prompts, 30, do_sample=False, stop=list(stop))
     asked = Answerer(tiny.model, tiny.tokenizer, Questions(prompts, 30, 4, stop), WorkFile(None), "").ask(plan)
@@ -163,7 +163,7 @@ def test_a_token_that_holds_a_stop_string_ends_its_row(tiny: LoadedModel) -> Non
     assert first_stop("xyz", ("a",)) is None
 
 
-# Going on after an interruption
+# Resuming after an interruption
 
 
 def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +187,13 @@ def test_an_interrupted_run_goes_on(tiny: LoadedModel, tmp_path: Path, monkeypat
         run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     file = tmp_path / "r.json.partial.jsonl"
     assert len(file.read_text().splitlines()) == 5
-    with file.open("a") as torn:  # killed in the middle of a line
+    with file.open("a") as torn:  # as if killed in the middle of a line
         torn.write('{"key": "x", "numb')
     again = run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     assert number == 6 + 3 * 3 - 5
     assert [row.correct for row in again.rows] == [row.correct for row in undisturbed.rows]
     assert [row.layers_executed for row in again.rows] == [row.layers_executed for row in undisturbed.rows]
-    # All is there now, so a third run asks nothing.
+    # Everything is saved now, so a third run generates nothing.
     run_evaluation(tiny, task, few, OWN_PLAN, work=WorkFile.beside(result))
     assert number == 6 + 3 * 3 - 5
 
@@ -231,7 +231,7 @@ def test_nothing_is_taken_over_from_another_run(
 
 
 def test_cost_is_weighed_by_steps() -> None:
-    """Answers of 3 and 11 tokens take 2 and 10 steps; at half the cost and at a fifth: 12 / (2/2 + 10/5)."""
+    """Answers of 3 and 11 tokens take 2 and 10 steps, at a half and a fifth of the cost: 12 / (2/2 + 10/5)."""
     cost = {3: 2.0, 11: 5.0}
     assert executed_cost_speedup([3, 11, 1], lambda length: cost[length]) == pytest.approx(4.0)
     assert executed_cost_speedup([1, 1], lambda length: 1 / 0) == 1.0
@@ -267,7 +267,7 @@ def test_batches_are_compared_one_by_one() -> None:
     assert other.wall_clock_speedup == pytest.approx((4 / 2 + 1 / 0.25) / 2)
     resumed = [row("full", [9.0, 4.0], cold=0), row("unified", [5.0, 2.0], cold=1)]
     compare(resumed)
-    assert resumed[1].wall_clock_speedup == pytest.approx(4 / 5)  # no batch warm in both
+    assert resumed[1].wall_clock_speedup == pytest.approx(4 / 5)  # no batch is warm in both
 
 
 def test_layer_scores_come_from_the_plan_first(tiny: LoadedModel) -> None:
@@ -355,7 +355,7 @@ def test_lossless_answers_as_full_depth_does_once_for_all_budgets(tiny: LoadedMo
 
 
 def test_a_cut_lossless_answer_took_its_share_of_the_passes() -> None:
-    """A pass yields several tokens, so there is no saying which of them took what."""
+    """A pass yields several tokens, so its cost cannot be attributed to single ones."""
     result = Result(token_ids=list(range(10)), depths=[8] * 10, num_layers=8, mode="lossless")
     result.layer_passes, result.drafted, result.accepted, result.verifications = 60, 8, 6, 4
     assert _account(result, "whole", 10) == TaskAnswer("whole", 10, 60, 8, 6, 4)
@@ -386,7 +386,7 @@ def test_lossless_is_no_peer_of_ours(tiny: LoadedModel) -> None:
     assert chosen_methods(["lossless"], (), has_plan=False) == ("lossless",)
 
 
-# What is run
+# Which methods run
 
 
 def test_what_is_run_by_default() -> None:
@@ -426,7 +426,7 @@ def test_a_task_of_ones_own_is_evaluated_by_a_plain_call(tiny: LoadedModel) -> N
 
 
 def untimed(report: EvaluationReport) -> dict[str, Any]:
-    """A report but for its times."""
+    """A report without its times."""
     timed = ("seconds", "ms_per_step", "tokens_per_second", "wall_clock")
     values = report.to_dict()
     rows = [{k: v for k, v in row.items() if not any(word in k for word in timed)} for row in values["rows"]]
@@ -439,11 +439,11 @@ def untimed(report: EvaluationReport) -> dict[str, Any]:
         ({"methods": ["best"]}, "no method 'best'"),
         ({"methods": ["depthdecay"]}, "give it with plan"),
         ({"methods": ["unified"]}, "add speedups"),
-        ({"speedups": [0.5]}, "speedups holds 0.5"),
+        ({"speedups": [0.5]}, "speedups contains 0.5"),
         ({"over_tokens": 0}, "over_tokens is 0"),
         ({"batch": 0}, "batch is 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"limit": 3}, "limit is for a task given by its name"),
+        ({"limit": 3}, "limit is for a task given by name"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"plan": "no-such-plan.json"}, "no plan at"),
         ({"result_file": "/no/such/folder/x.json"}, "cannot write"),
@@ -597,7 +597,7 @@ def test_mistakes_are_one_line_and_code_2(tiny_folder: str, gsm8k: str, words: l
 def test_figures_are_shown_also_where_their_files_cannot_be_written(
     tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may fill up during the hours of an evaluation."""
+    """A disk may fill up during a long evaluation."""
 
     def full(path: Path, content: str | bytes) -> Path:
         raise OSError(28, "No space left on device", str(path))
@@ -615,7 +615,7 @@ def test_figures_are_shown_also_where_their_files_cannot_be_written(
         assert "full" in result.stdout
         assert result.stderr.splitlines()[-1].startswith("depthdecay: cannot write")
         assert "No space left on device" in result.stderr
-    assert (tmp_path / "result.json").is_file()  # the answers' failure did not take the figures along
+    assert (tmp_path / "result.json").is_file()  # failing to write the answers did not lose the figures
 
 
 def test_a_batch_that_takes_long_is_told_of(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,7 +640,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     kept = run(*words, "--json", str(tmp_path / "result.json"))
     assert kept.exit_code == 130
     assert kept.stderr.endswith("interrupted; the same command goes on behind the batches that are done\n")
-    assert run(*words).stderr.endswith("depthdecay: interrupted\n")  # nothing was kept
+    assert run(*words).stderr.endswith("depthdecay: interrupted\n")  # nothing was saved
 
 
 @pytest.mark.parametrize(("calibrated", "told"), [(None, False), (12, False), (96, True)])

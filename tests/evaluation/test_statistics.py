@@ -31,7 +31,7 @@ def test_mcnemar_takes_thousands_of_questions() -> None:
 
 
 def test_mcnemar_is_exact_for_many_questions_too() -> None:
-    """By ratios of neighbouring terms, downwards from the largest, in place of whole numbers."""
+    """Checked with ratios of neighbouring terms, downwards from the largest, instead of integers."""
     n, least = 20_000, 9_800
     term = math.exp(math.lgamma(n + 1) - math.lgamma(least + 1) - math.lgamma(n - least + 1) - n * math.log(2))
     tail, k = 0.0, least
@@ -44,7 +44,7 @@ def test_mcnemar_is_exact_for_many_questions_too() -> None:
 
 
 def test_mcnemar_adds_up_without_starting_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each binomial by itself made 20,000 questions take half a minute."""
+    """Computing each binomial from scratch took half a minute for 20,000 questions."""
 
     def refuse(*_: int) -> int:
         raise AssertionError("a binomial from scratch")
@@ -67,7 +67,7 @@ def test_equal_answers_differ_by_nothing() -> None:
 
 
 def test_the_interval_is_that_of_all_resamples() -> None:
-    """Of four differences there are 4^4 resamples, few enough to go through all of them."""
+    """Four differences have 4^4 resamples, few enough to enumerate."""
     differences = np.array([1.0, 1.0, 0.0, -1.0])
     means = [np.mean(chosen) for chosen in itertools.product(differences, repeat=4)]
     assert bootstrap_interval(differences) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.26)

@@ -1,4 +1,4 @@
-"""What tasks ask, and what they take for a right answer."""
+"""Tasks' prompts, and which answers they score as correct."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_missing_field_is_named_with_its_line(tmp_path: Path) -> None:
         (b'{"question": "q"\n', "line 1 is not JSON"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"[1]\n", "line 1 lacks 'question'"),
-        (b'{"question": "q", "answer": "none"}\n', "row 1 holds no number"),
+        (b'{"question": "q", "answer": "none"}\n', "row 1 contains no number"),
         (b'{"question": 5, "answer": "#### 1"}\n', "question of row 1 is 5"),
     ],
 )
@@ -123,14 +123,14 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         open_task("gsm8k", TaskOptions(str(tmp_path / "none.jsonl")))
     with pytest.raises(DepthDecayError, match="is a folder"):
         open_task("gsm8k", TaskOptions(str(tmp_path)))
-    with pytest.raises(DepthDecayError, match="no folder with BBH"):
+    with pytest.raises(DepthDecayError, match="not a folder with BBH"):
         open_task("bbh", TaskOptions(str(tmp_path)))
 
 
 def test_unknown_tasks_and_useless_options_are_refused() -> None:
     with pytest.raises(DepthDecayError, match="no task 'mmlu'; expected one of gsm8k"):
         open_task("mmlu", TaskOptions())
-    with pytest.raises(DepthDecayError, match="subtasks means nothing to the task gsm8k"):
+    with pytest.raises(DepthDecayError, match="the task gsm8k has no option subtasks"):
         open_task("gsm8k", TaskOptions(subtasks=("snarks",)))
     with pytest.raises(DepthDecayError, match="limit is 0"):
         TaskOptions(limit=0)
@@ -247,7 +247,7 @@ def test_bbh_says_what_is_missing(bbh: Path, tmp_path: Path) -> None:
 
 def test_normalisation_and_f1_are_the_official_ones() -> None:
     assert normalised("The  U.S. Army, an army!") == "us army army"
-    assert f1("the blue cat", "A cat") == pytest.approx(2 / 3)  # one of two words right, the one of the reference
+    assert f1("the blue cat", "A cat") == pytest.approx(2 / 3)  # precision 1/2, recall 1
     assert f1("dog", "cat") == 0.0
 
 
@@ -313,7 +313,7 @@ def test_squad_requests_of_another_form_are_one_line(tmp_path: Path, row: dict[s
     [
         ("", "is empty"),
         ("{\n", "is not JSON"),
-        ('{\n"data": 5}', "not in SQuAD's form"),
+        ('{\n"data": 5}', "not in SQuAD's format"),
         ('{"context": 5, "question": "q", "answers": {"text": ["a"]}}', "line 1: the context is 5"),
         (
             '{"data": [{"paragraphs": [{"context": "c", "qas": [{"question": 5, "answers": [{"text": "a"}]}]}]}]}',
@@ -370,7 +370,7 @@ def test_mbpp_runs_the_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text": 5}, "the text is 5; expected a text"),
+        ({"text": 5}, "the text is 5; expected a non-empty string"),
         ({"text": None}, "the text is None"),
         ({"test_list": []}, r"the test_list is \[\]; expected a list of tests"),
         ({"test_list": None}, "the test_list is None"),
@@ -389,7 +389,7 @@ def test_mbpp_rows_of_another_form_are_named_with_their_line(
     if form == "olmo":
         rows = [{"doc": row} for row in rows]
     path = tmp_path / "m"
-    path.write_text("\n\n".join(json.dumps(row) for row in rows))  # an empty line between them counts
+    path.write_text("\n\n".join(json.dumps(row) for row in rows))  # empty lines count
     with pytest.raises(DepthDecayError, match=f"line 3: {message}"):
         open_task("mbpp", TaskOptions(str(path)))
 
@@ -412,7 +412,7 @@ def test_homes_of_nobody_are_one_line(bbh: Path) -> None:
 
 @pytest.fixture(params=["namespaces", "no namespaces"])
 def guarded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to hold a program, where the system has them; in many containers only the second."""
+    """Both ways to confine a program, where the system supports them; in many containers only the second."""
     if request.param == "no namespaces":
         source = sandbox._CHILD.read_text(encoding="utf-8")
         assert source.count("system.unshare(") == 2
@@ -449,7 +449,7 @@ def test_a_program_is_the_main_file() -> None:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("then", ["", "while True: pass"])
 def test_what_a_program_started_ends_with_it(tmp_path: Path, then: str) -> None:
-    """Also a grandchild with a session of its own. It holds a lock for as long as it lives."""
+    """Even a grandchild with its own session. It holds a lock for as long as it lives."""
     file = tmp_path / "lock"
     program = f"""
 import fcntl, os, time

@@ -238,9 +238,7 @@ def test_chat_log_probabilities(client: Any) -> None:
         top_logprobs=3,
     )
     for token in answer.choices[0].logprobs.content:
-        assert token.logprob == pytest.approx(
-            max(top.logprob for top in token.top_logprobs)
-        )  # greedy picks the most likely
+        assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs))  # greedy: most likely
 
 
 def test_stop_strings_end_the_text(client: Any) -> None:
@@ -665,9 +663,7 @@ def test_a_client_that_hangs_up_frees_its_row(engine: Engine) -> None:
         seen.set()
         assert server.worker.batcher.counters.tokens < 250
         assert "depthdecay_answers_broken_off_total 1.0" in httpx.get(f"{server.url}/metrics").text
-        impatient = httpx.Timeout(
-            PATIENCE, read=0.05
-        )  # only for the response: a busy machine is slow to accept connections
+        impatient = httpx.Timeout(PATIENCE, read=0.05)  # only for reading: a busy machine is slow to accept
         with pytest.raises(httpx.ReadTimeout):  # without streaming too
             httpx.post(f"{server.url}/v1/completions", json=long_ask(stream=False, n=8), timeout=impatient)
         until(server.is_clean)

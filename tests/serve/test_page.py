@@ -611,9 +611,7 @@ def test_a_phone_shows_both_answers_on_one_screen(browser: Any, server: Running)
         place = box(page, selector)
         assert place["y"] >= 0, selector
         assert place["y"] + place["height"] <= PHONE["height"], selector
-    assert page.evaluate(
-        "document.activeElement !== document.querySelector('#question')"
-    )  # so that a phone's keyboard closes
+    assert page.evaluate("document.activeElement !== document.querySelector('#question')")  # the keyboard closes
     page.evaluate("release()")
     finished(page)
     page.close()

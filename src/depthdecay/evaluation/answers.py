@@ -1,6 +1,6 @@
-"""Answers in batches: prompts sorted by length, one engine a plan, text made only once the tokens are there.
+"""Answers in batches: prompts sorted by length, one engine per plan, decoded to text only after generation.
 
-Sorted, the first batch is the longest, and on CUDA the graphs captured for it serve all that follow.
+The first batch is the longest, so on CUDA the graphs captured for it serve all later ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TELL_EVERY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """One answer's text and what it took; what came after a stop string counts for nothing."""
+    """One answer's text and its cost; anything after a stop string is not counted."""
 
     text: str
     tokens: int
@@ -42,10 +42,10 @@ class TaskAnswer:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """The answers of one lock-step batch, and its times; a cold one paid for the capture of graphs."""
+    """The answers of one lock-step batch, and its times; a cold batch includes graph capture."""
 
     answers: list[TaskAnswer]
-    steps: int  # decoding steps behind the prompt's own pass
+    steps: int  # decode steps after prefill
     decode_seconds: float
     prefill_seconds: float
     is_cold: bool
@@ -57,7 +57,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of one method, in the order of the questions."""
+    """All answers of one method, in question order."""
 
     answers: list[TaskAnswer]
     batches: list[PromptBatch] = field(repr=False)
@@ -65,7 +65,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Questions:
-    """Prompts as token ids, in batches of one size; all methods are asked these."""
+    """Prompts as token ids, in batches of one size; the same for all methods."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -77,7 +77,7 @@ class Questions:
         return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), i))
 
     def batches(self) -> Iterator[list[int]]:
-        """Which questions go together."""
+        """The indices of the questions in each batch."""
         order = self.order
         for start in range(0, len(order), self.batch):
             yield order[start : start + self.batch]
@@ -111,7 +111,7 @@ class Answerer:
         progress: Callable[[str], None] = lambda _: None,
         mode: str | None = None,
     ) -> Answers:
-        """All answers by this plan. The engine, and with it the memory of its graphs, is gone afterwards."""
+        """All answers with this plan. The engine and the memory of its graphs are freed afterwards."""
         key = digest([self.run_key, _plan_key(plan), *([] if mode is None else [mode])])
         found: dict[int, TaskAnswer] = {}
         done: list[PromptBatch] = []
@@ -137,13 +137,13 @@ class Answerer:
         return Answers([found[i] for i in range(len(found))], done)
 
     def _engine(self, plan: Plan | None, allow_other_weights: bool) -> Engine:
-        """No tokenizer: text after every step would cost the host more than the step costs the device."""
-        with guess_is_meant():  # some methods are guesses, and that is what is measured
+        """No tokenizer: decoding text after every step would take the host longer than the step takes the device."""
+        with guess_is_meant():  # some methods are uncalibrated on purpose
             return Engine(
                 self.model,
                 None,
                 plan,
-                compile=False,  # the shapes of batches are many
+                compile=False,  # batches have many shapes
                 allow_other_weights=allow_other_weights,
                 quantize=self.quantize,
                 origin=self.origin,
@@ -154,7 +154,7 @@ class Answerer:
     ) -> PromptBatch:
         questions = self.questions
         prompts = [questions.prompts[i] for i in indices]
-        # A short last batch is filled up: another batch size would need graphs of its own.
+        # A short last batch is padded: another batch size would need its own graphs.
         missing = min(questions.batch, len(questions.prompts)) - len(prompts)
         try:
             results = engine.generate(
@@ -168,7 +168,7 @@ class Answerer:
             )
         except torch.OutOfMemoryError:
             raise ArgumentError(
-                f"the device is out of memory with {questions.batch} answers at once; ask for a smaller batch", "batch"
+                f"the device is out of memory with a batch of {questions.batch}; choose a smaller batch", "batch"
             ) from None
         return PromptBatch(
             [self._cut(result) for result in results[: len(indices)]],
@@ -199,7 +199,7 @@ class Answerer:
 
 
 def _now_and_then(say: Callable[[str], None], batch: str, most: int) -> Callable[[int], None]:
-    """Tells of a batch that takes long: a line for each step would drown a log."""
+    """Report progress within a long batch, but not at every step, which would flood the log."""
     told = time.monotonic()
 
     def tell(tokens: int) -> None:
@@ -212,7 +212,7 @@ def _now_and_then(say: Callable[[str], None], batch: str, most: int) -> Callable
 
 
 def _account(result: Result, text: str, tokens: int) -> TaskAnswer:
-    """What the first tokens of an answer took; in lossless mode a share, since a pass yields several of them."""
+    """The cost of an answer's first tokens; in lossless mode a proportional share, since a pass yields several."""
     if result.mode != "lossless":
         return TaskAnswer(text, tokens, sum(result.depths[:tokens]))
     taken = (result.layers_executed, result.drafted, result.accepted, result.verifications)
@@ -220,7 +220,7 @@ def _account(result: Result, text: str, tokens: int) -> TaskAnswer:
 
 
 def _plan_key(plan: Plan | None) -> list[Any]:
-    """A plan by its content, that of its repairs file included."""
+    """Identifies a plan by its content, including its repairs file."""
     if plan is None:
         return []
     file = plan.folder / plan.repairs if plan.folder is not None and plan.repairs is not None else None
@@ -229,15 +229,15 @@ def _plan_key(plan: Plan | None) -> list[Any]:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first stop string begins."""
+    """The position of the first stop string."""
     places = [place for place in (text.find(one) for one in stop) if place >= 0]
     return min(places, default=None)
 
 
 def end_tokens(model: Any, tokenizer: Any, stop: Sequence[str]) -> list[int]:
-    """Tokens that end an answer: the model's own, and those that hold a whole stop string, such as two newlines.
+    """Tokens that end an answer: the model's own, and those that contain a whole stop string, such as two newlines.
 
-    The text would be cut there anyway; ended by token, a row does not keep its batch running.
+    The text would be cut there anyway. Stopping at the token means that the row does not keep its batch running.
     """
     own = model.generation_config.eos_token_id
     ends = set(own if isinstance(own, list | tuple) else [] if own is None else [own])

@@ -1,4 +1,4 @@
-"""BIG-Bench Hard: its subtasks with the chain-of-thought prompts of the paper (arXiv 2210.09261)."""
+"""BIG-Bench Hard: its subtasks with the paper's chain-of-thought prompts (arXiv 2210.09261)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MARKUP = re.compile(r"[*`\"“”$]|\\boxed\{|\\text\{|\}")
 
 
 def extract(text: str, target: str) -> str:
-    """What an answer says, in the form of the target: an option's letter, or words.
+    """The answer in a text, in the target's form: an option's letter, or words.
 
-    As the paper's code does: what follows the last "answer is", or the whole text without it.
+    As in the paper's code: the text after the last "answer is", or else the whole text.
     """
     parts = _ANNOUNCED.split(_MARKUP.sub("", text))
     said = parts[-1].split("\n")[0].strip() if len(parts) > 1 else text.strip()
@@ -35,7 +35,7 @@ def _plain(words: str) -> str:
 
 
 class BBH(Task):
-    """Right where the option or the words are the target's."""
+    """Correct if the option or the words match the target."""
 
     name = "bbh"
     max_new_tokens = 512
@@ -44,27 +44,27 @@ class BBH(Task):
 
     def load(self) -> list[Example]:
         if self.options.data is None:
-            raise ArgumentError("bbh needs data, the folder bbh of the repository suzgunmirac/BIG-Bench-Hard", "data")
+            raise ArgumentError("bbh needs data: the folder bbh of the repository suzgunmirac/BIG-Bench-Hard", "data")
         folder = expanded(self.options.data)
         files = {file.stem: file for file in sorted(folder.glob("*.json"))} if folder.is_dir() else {}
         if not files:
-            raise DepthDecayError(f"'{self.options.data}' is no folder with BBH's .json files, one a subtask")
+            raise DepthDecayError(f"'{self.options.data}' is not a folder with BBH's .json files, one per subtask")
         names = self.options.subtasks or tuple(files)
         unknown = [name for name in names if name not in files]
         if unknown:
-            raise DepthDecayError(f"there is no subtask {unknown[0]!r} in '{folder}'; there are {', '.join(files)}")
+            raise DepthDecayError(f"there is no subtask {unknown[0]!r} in '{folder}'; expected {', '.join(files)}")
         self.prompts = {name: self._shown(folder, name) for name in names}
         return [example for name in dict.fromkeys(names) for example in self._examples(files[name])]
 
     def _shown(self, folder: Path, name: str) -> str:
-        """A subtask's worked examples, without the note to those who collect training data."""
+        """A subtask's worked examples, without the canary note about training data."""
         given = self.options.prompts_dir
         place = expanded(given) if given is not None else folder.resolve().with_name("bbh-cot-prompts")
         file = place / f"{name}.txt"
         if not file.is_file():
-            shown = given if given is not None else f"{place.name} beside '{folder}'"
+            shown = given if given is not None else f"{place.name} next to '{folder}'"
             raise ArgumentError(
-                f"there is no {file.name} in {shown}; prompts_dir names BBH's cot-prompts folder", "prompts_dir"
+                f"there is no {file.name} in {shown}; set prompts_dir to BBH's cot-prompts folder", "prompts_dir"
             )
         text = read_text(file)
         return text.split("-----\n", 1)[-1].strip()
@@ -74,7 +74,7 @@ class BBH(Task):
         content: Any = read_json(file)
         require_fields(content, ("examples",), f"'{file}'")
         if not isinstance(content["examples"], list) or not content["examples"]:
-            raise DepthDecayError(f"'{file}' has no examples; expected a list of input and target")
+            raise DepthDecayError(f"'{file}' has no examples; expected a list of objects with input and target")
         for number, row in enumerate(content["examples"], start=1):
             where = f"'{file}' example {number}"
             require_fields(row, ("input", "target"), where)

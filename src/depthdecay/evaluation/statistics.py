@@ -13,7 +13,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean of a - b over the questions, with its 95% interval; p is McNemar's and None where values are no 0 or 1."""
+    """Mean of a - b over the questions, with its 95% interval; p is McNemar's, None for scores other than 0 and 1."""
 
     value: float
     low: float
@@ -24,7 +24,7 @@ class PairedDifference:
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> PairedDifference:
-    """What resampling the questions, the same for both, says about mean(a) - mean(b)."""
+    """mean(a) - mean(b), with an interval from resampling the questions, the same ones for both."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
         raise ValueError(f"expected two equally long lists of scores, got {first.shape} and {second.shape}")
@@ -39,7 +39,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.9
 def bootstrap_interval(differences: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Percentiles of the mean over resampled questions.
 
-    How often each distinct value is drawn is multinomial, so a thousand questions need no thousand draws.
+    The counts of the distinct values are multinomial, so there is no need to draw every question.
     """
     values, counts = np.unique(differences, return_counts=True)
     n = differences.size
@@ -50,9 +50,9 @@ def bootstrap_interval(differences: np.ndarray, level: float = 0.95) -> tuple[fl
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided: how likely so uneven a split of the questions that one alone got right is between equals."""
+    """Two-sided p-value: how likely such an uneven split of the questions that only one got right is by chance."""
     n = only_a + only_b
-    tail, ways = 0, 1  # splits with up to k on the rarer side, and with k; each from the one before, for speed
+    tail, ways = 0, 1  # number of splits with up to k on the rarer side, and with k, updated incrementally
     for k in range(min(only_a, only_b) + 1):
         tail += ways
         ways = ways * (n - k) // (k + 1)

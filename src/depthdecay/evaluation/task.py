@@ -1,4 +1,4 @@
-"""What a task is: examples, a prompt for each, and when an answer to it is right. A new one is a file and a line here.
+"""The task interface: examples, a prompt for each, and scoring. A new task is a file and a line here.
 
 class Capitals(Task):
     name, max_new_tokens, stop = "capitals", 16, ("\\n",)
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from depthdecay.argument_checks import whole_number
 from depthdecay.errors import ArgumentError, DepthDecayError
 
-# By name, so that asking for one task imports no other.
+# By name, so that using one task imports no other.
 TASKS: dict[str, str] = {
     "gsm8k": "depthdecay.evaluation.gsm8k:GSM8K",
     "bbh": "depthdecay.evaluation.bbh:BBH",
@@ -35,7 +35,7 @@ TASKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Example:
-    """One question as the task's file has it; the group is a subtask, where a task has those."""
+    """One question as in the task's file; `group` is the subtask, if there are any."""
 
     data: Mapping[str, Any]
     group: str = ""
@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """Right or wrong, and further measures from 0 to 1 by name."""
+    """Correct or not, and further named measures from 0 to 1."""
 
     correct: bool
     measures: Mapping[str, float] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Score:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Where a task's data is and how much of it is asked; what a task has no use for, it refuses."""
+    """Where a task's data is and how much of it to use. A task refuses options that it does not support."""
 
     data: str | None = None
-    limit: int | None = None  # of each group
+    limit: int | None = None  # per group
     shots: int | None = None
     subtasks: tuple[str, ...] | None = None
     prompts_dir: str | None = None
@@ -67,32 +67,32 @@ class TaskOptions:
 
 
 class Task:
-    """One benchmark. Subclasses fill in the names, `load`, `prompt` and `score`."""
+    """One benchmark. Subclasses define the class variables, `load`, `prompt` and `score`."""
 
     name: ClassVar[str]
     max_new_tokens: ClassVar[int]
-    stop: ClassVar[tuple[str, ...]] = ()  # where text that a model merely continues ends; a chat turn ends by itself
-    takes: ClassVar[tuple[str, ...]] = ()  # which of shots, subtasks, prompts_dir mean something here
+    stop: ClassVar[tuple[str, ...]] = ()  # stop strings for plain continuations; a chat turn ends by itself
+    takes: ClassVar[tuple[str, ...]] = ()  # supported options among shots, subtasks, prompts_dir
 
     def __init__(self, options: TaskOptions) -> None:
         for option in ("shots", "subtasks", "prompts_dir"):
             if getattr(options, option) is not None and option not in self.takes:
-                raise ArgumentError(f"{option} means nothing to the task {self.name}", option)
+                raise ArgumentError(f"the task {self.name} has no option {option}; leave it out", option)
         self.options = options
         self.examples = _limited(self.load(), options.limit)
         if not self.examples:
-            raise DepthDecayError(f"the data of {self.name} holds no question; give a file with some")
+            raise DepthDecayError(f"the data of {self.name} has no questions; give a file with some")
 
     def load(self) -> list[Example]:
-        """All questions, in the order of the file."""
+        """All questions, in file order."""
         raise NotImplementedError
 
     def prompt(self, example: Example, chat: bool) -> str:
-        """What the model reads: as a user's turn where `chat`, else as text that it continues."""
+        """The model's input: a user turn if `chat`, otherwise text to continue."""
         raise NotImplementedError
 
     def prompts_for(self, tokenizer: Any) -> list[str]:
-        """All questions as this tokenizer's model reads them: as a user's turns where it knows a chat."""
+        """All prompts for this tokenizer's model: as user turns if it has a chat template."""
         chat = bool(getattr(tokenizer, "chat_template", None))
         return [self.prompt(example, chat) for example in self.examples]
 
@@ -100,7 +100,7 @@ class Task:
         raise NotImplementedError
 
     def describe(self, chat: bool) -> str:
-        """How it is asked, for the result file."""
+        """The prompt format, for the result file."""
         return "chat" if chat else "text"
 
 

@@ -1,4 +1,4 @@
-"""Where tasks find their data: a local file, a package that carries it, or the Hugging Face Hub."""
+"""Where tasks find their data: a local file, a package that includes it, or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from depthdecay.files import expanded
 
 
 def read_text(path: str | Path) -> str:
-    """A UTF-8 file, also a gzipped one."""
+    """Read a UTF-8 file, gzipped or not."""
     file = expanded(path)
     if file.is_dir():
         raise DepthDecayError(f"'{path}' is a folder; give the file with the questions")
@@ -27,7 +27,7 @@ def read_text(path: str | Path) -> str:
 
 
 def first_line(path: str | Path) -> str:
-    """Tells forms of a data set apart."""
+    """Used to tell a data set's formats apart."""
     return read_text(path).lstrip().split("\n", 1)[0]
 
 
@@ -41,9 +41,9 @@ def read_json(path: str | Path) -> Any:
 def read_jsonl(
     path: str | Path, fields: Sequence[str], check: Callable[[dict[str, Any], str], None] = lambda row, where: None
 ) -> list[dict[str, Any]]:
-    """An object a line, each with these fields; `doc.text` is the field text within doc.
+    """Read one object per line, each with these fields; `doc.text` is the field text within doc.
 
-    What the fields must hold is for `check` to say, which is told the line.
+    `check` validates the fields' values; it also receives the location of the line, for its messages.
     """
     rows = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -57,7 +57,7 @@ def read_jsonl(
         check(row, f"'{path}' line {number}")
         rows.append(row)
     if not rows:
-        raise DepthDecayError(f"'{path}' is empty; expected a question a line with {', '.join(fields)}")
+        raise DepthDecayError(f"'{path}' is empty; expected a question per line with {', '.join(fields)}")
     return rows
 
 
@@ -72,12 +72,12 @@ def require_fields(row: Any, fields: Sequence[str], where: str) -> None:
 
 def require_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DepthDecayError(f"{where} is {one_line(repr(value), 60)}; expected a text")
+        raise DepthDecayError(f"{where} is {one_line(repr(value), 60)}; expected a non-empty string")
     return value
 
 
 def from_hub(repository: str, configuration: str | None, split: str, instead: str) -> list[dict[str, Any]]:
-    """A data set of the Hugging Face Hub; `instead` says what else would work."""
+    """Load a data set from the Hugging Face Hub; `instead` tells the user what else would work."""
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
@@ -86,7 +86,7 @@ def from_hub(repository: str, configuration: str | None, split: str, instead: st
         ) from None
     try:
         return [dict(row) for row in load_dataset(repository, configuration, split=split)]
-    except Exception as error:  # a library of many faults: no network, no such data set, a broken cache
+    except Exception as error:  # many causes: no network, no such data set, a broken cache
         why = one_line(error, 80)
         raise ArgumentError(
             f"data was not given, and {repository} cannot be loaded ({why}); give {instead}", "data"

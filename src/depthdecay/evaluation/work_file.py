@@ -1,4 +1,4 @@
-"""The work file beside a result: every finished batch, so that an interrupted run goes on where it was."""
+"""The work file next to a result: every finished batch, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def digest(value: Any) -> str:
-    """A short name for all that decides an answer."""
+    """A short hash of everything that affects an answer."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class WorkFile:
-    """A line a batch, each with the key of its run, so that other settings, plans or data never mix with these.
+    """One line per batch, each with the key of its run, so that different settings, plans or data never mix.
 
-    Without a path nothing is kept.
+    Without a path nothing is saved.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -36,12 +36,12 @@ class WorkFile:
         return self._kept.get((key, number))
 
     def add(self, key: str, number: int, batch: dict[str, Any]) -> None:
-        """On the disk before the next batch starts."""
+        """Save a batch to disk before the next one starts."""
         if self.path is None:
             return
         line = json.dumps({"key": key, "number": number, "batch": batch}) + "\n"
         with self.path.open("ab") as file:
-            # A line that a kill cut short must not swallow this one.
+            # If a kill left an incomplete line, start a new one.
             torn = file.tell() > 0 and not _ends_a_line(self.path)
             file.write((b"\n" if torn else b"") + line.encode())
             file.flush()
