@@ -1,4 +1,4 @@
-"""Heads for other engines: names, offsets, configuration, and the drafts of a reader that shares no code with ours."""
+"""Heads for other engines: names, offsets, configuration, and the drafts of an independent implementation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def exported(model: Any, head: DraftHead, folder: Path) -> tuple[dict[str, torch
 
 
 class Reader:
-    """EAGLE-3 as its form is documented, from the file alone, with the model's embeddings; a whole text at a time."""
+    """EAGLE-3 as documented, from the file and the model's embeddings only; runs a whole text at a time."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], embeddings: torch.Tensor) -> None:
         self.tensors, self.config, self.embeddings = tensors, config, embeddings
@@ -70,7 +70,7 @@ class Reader:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
     def states(self, tokens: list[int], before: torch.Tensor) -> torch.Tensor:
-        """Of each token, beside the state of the position before it."""
+        """The states of each token, given the state of the preceding position."""
         seen = self.norm("midlayer.input_layernorm", self.embeddings[tokens])
         both = torch.cat([seen, self.norm("midlayer.hidden_norm", before)], dim=-1)
         count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
@@ -85,7 +85,7 @@ class Reader:
         return state + self.product("midlayer.mlp.down_proj", gate * self.product("midlayer.mlp.up_proj", normed))
 
     def drafts(self, prompt: list[int], next_token: int, states: torch.Tensor, count: int) -> Any:
-        """The drafted tokens, and the logits that each is from."""
+        """The drafted tokens and their logits."""
         tokens, before, logits = [*prompt[1:], next_token], self.product("fc", states), []
         offsets = self.tensors.get("d2t", torch.zeros(self.config["draft_vocab_size"], dtype=torch.long))
         for _ in range(count):
@@ -100,7 +100,7 @@ class Reader:
 @pytest.mark.parametrize("tokens", [SOME_TOKENS, torch.arange(VOCABULARY)], ids=["some tokens", "all tokens"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_an_independent_reader_drafts_the_same(architecture: str, tokens: torch.Tensor, tmp_path: Path) -> None:
-    """Qwen2's attention has a bias and the head's has none; whole and partial vocabularies; three chained drafts."""
+    """Qwen2's attention has a bias but the head's has none; full and reduced vocabularies; three chained drafts."""
     model = tiny_model(architecture, rope_parameters={"rope_theta": 777.0, "rope_type": "default"})
     head = portable_head(model, tokens)
     ours = our_drafts(head, model, PROMPT)
@@ -131,7 +131,7 @@ def test_names_shapes_and_offsets(tmp_path: Path) -> None:
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCABULARY, len(SOME_TOKENS))
     assert config["max_position_embeddings"] == 256
     assert config["attention_bias"] is False
-    assert not any("layer_ids" in name or name == "eagle_config" for name in config)  # engines take their default ones
+    assert not any("layer_ids" in name or name == "eagle_config" for name in config)  # engines use their defaults
 
 
 def test_weights_are_in_the_models_precision(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_rotary_embeddings_are_told_in_both_forms(rope: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "gpt2"])
 def test_a_model_that_turns_no_whole_heads_has_a_head_with_plain_frequencies(architecture: str, tmp_path: Path) -> None:
-    """GPT-NeoX turns a quarter of each head, GPT-2 nothing: their heads turn all of it, by frequencies of their own."""
+    """GPT-NeoX rotates a quarter of each head, GPT-2 nothing: their draft heads rotate all, at default frequencies."""
     model = tiny_model(architecture)
     _, config = exported(model, portable_head(model, SOME_TOKENS), tmp_path / "out")
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
@@ -239,7 +239,7 @@ class TestCommand:
         for words, message in (
             ([bare, "out"], "no learned drafter to export; depthdecay calibrate --lossless"),
             ([few, "out"], "6 layers"),
-            ([plan, plan], "holds draft_head.safetensors; give a new or empty folder"),
+            ([plan, plan], "contains draft_head.safetensors; give a new or empty folder"),
             ([plan, where], "give a new or empty folder"),
             ([plan, bare], "which is a file"),
             ([plan, "out", "--format", "gguf"], "--format is 'gguf'; expected eagle3"),
@@ -253,7 +253,7 @@ class TestCommand:
         assert {file.name for file in plan.iterdir()} == {"plan.json", HEAD_FILE}
 
     def test_weights_without_our_mark_stay(self, tmp_path: Path) -> None:
-        """Somebody else's head, with the same three names."""
+        """Someone else's head, with the same three file names."""
         from safetensors.torch import save_file
 
         model = tiny_model("llama")
@@ -266,7 +266,7 @@ class TestCommand:
 
 
 class TestCache:
-    """What `depthdecay vllm serve --mode lossless` hands to vLLM."""
+    """What `depthdecay vllm serve --mode lossless` passes to vLLM."""
 
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

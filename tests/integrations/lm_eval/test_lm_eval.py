@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: at full depth its own answers, with a plan the engine's, and every mistake one line."""
+"""lm-evaluation-harness: at full depth its own answers, with a plan the engine's, and one-line errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_full_depth_gives_the_answers_of_lm_evals_own_model(tiny: str, depth: di
     free = theirs.generate_until(requests(CONTEXTS, max_gen_toks=24, until=[]), disable_tqdm=True)
     assert all(free)
     assert len(set(free)) == len(free)
-    # Stop sequences that do occur: some characters out of the middle of two of the answers.
+    # Stop sequences that do occur: some characters from the middle of two answers.
     stops = [free[0][7:9], free[2][5]]
     for settings in ({"until": []}, {"until": stops}, {"until": stops[0], "max_gen_toks": 12}):
         asked = requests(CONTEXTS, **{"max_gen_toks": 24, **settings})
@@ -106,7 +106,7 @@ def test_a_plan_gives_the_engines_text(tiny: str, tmp_path: Path, capsys: pytest
     loaded = load(tiny, device="cpu")
     plan = Plan.decay(8, "0.93")
     engine = Engine(loaded.model, loaded.tokenizer, plan)
-    end = loaded.tokenizer.eos_token_id  # lm-eval always stops there, the model's own settings or not
+    end = loaded.tokenizer.eos_token_id  # lm-eval always stops there, whatever the model's settings
     expected = engine.generate(CONTEXTS, 24, chat=False, eos_token_id=end)
     ours = our_model(tiny, plan=str(plan.save(tmp_path / "plan.json")), batch_size=4)
     texts = ours.generate_until(requests(CONTEXTS, max_gen_toks=24, until=[]), disable_tqdm=True)
@@ -150,22 +150,22 @@ def test_log_likelihoods_are_those_of_the_full_model_and_said_to_be(tiny: str) -
     asked = [Instance("loglikelihood", {}, ("one, two,", " three"), 0)]
     expected = their_model(tiny).loglikelihood(asked, disable_tqdm=True)
     ours = our_model(tiny, alpha="0.9")
-    with pytest.warns(UserWarning, match="depth decay does not act: their scores are at full depth"):
+    with pytest.warns(UserWarning, match="depth decay has no effect: their scores are at full depth"):
         assert ours.loglikelihood(asked, disable_tqdm=True) == expected
     full = our_model(tiny, alpha="0.9", mode="full")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        ours.loglikelihood(asked, disable_tqdm=True)  # said once
+        ours.loglikelihood(asked, disable_tqdm=True)  # warned only once
         assert full.loglikelihood(asked, disable_tqdm=True) == expected
 
 
 @needs_lm_eval
 def test_model_arguments_that_would_do_nothing_are_refused(tiny: str) -> None:
-    with pytest.raises(DepthDecayError, match="'peft' is not known here"):
+    with pytest.raises(DepthDecayError, match="'peft' is not supported"):
         our_model(tiny, peft="adapter")
     with pytest.raises(DepthDecayError, match="unknown setting 'num_beams'"):
         our_model(tiny).generate_until(requests(["a"], max_gen_toks=4, until=[], num_beams=4), disable_tqdm=True)
-    asked = requests(["a"], max_gen_toks=4, until=[], num_beams=1)  # some tasks say so, and mean greedy search
+    asked = requests(["a"], max_gen_toks=4, until=[], num_beams=1)  # some tasks set this to mean greedy search
     assert our_model(tiny).generate_until(asked, disable_tqdm=True) == their_model(tiny).generate_until(asked)
 
 
@@ -173,7 +173,7 @@ def test_model_arguments_that_would_do_nothing_are_refused(tiny: str) -> None:
 
 
 def asked_and_scored(folder: str, task: str, data: Path) -> tuple[str, dict[str, float]]:
-    """The first prompt of a task, and its scores for three answers that are always the same."""
+    """The first prompt of a task, and its scores for three fixed answers."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -212,7 +212,7 @@ def test_the_8_shot_task_shows_examples_with_their_working(tiny: str, data: Path
         ('{"question": "a"}\n', "line 1 of"),
         ("\n[1]\n", "line 2 of"),
         ("{", "line 1 of"),
-        ("\n", "holds no questions"),
+        ("\n", "contains no questions"),
         (b"\xff", "UTF-8"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_file_that_is_not_gsm8k_is_refused(tmp_path: Path, content: str | byte
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[Namespace]:
-    """What lm-eval is told to run, in place of running it."""
+    """Records what lm-eval is asked to run, instead of running it."""
     from lm_eval._cli import HarnessCLI
 
     seen: list[Namespace] = []

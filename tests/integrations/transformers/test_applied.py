@@ -74,7 +74,7 @@ def test_one_token_prompt_and_chunked_prefill() -> None:
     model, plan = tiny_model(), plan_with(None, alpha=0.8)
     with dd.applied(model, plan) as account:
         single = generate(model, [[5]], 8)[0]
-        # 11 tokens in chunks of 5: the last chunk is one token and still prompt.
+        # 11 tokens in chunks of 5: the last chunk is one token but still part of the prompt.
         chunked = generate(model, PROMPTS[:1], 8, prefill_chunk_size=5)[0]
     assert single == reference_tokens(model, plan, [5], 8)[0]
     assert chunked == reference_tokens(model, plan, PROMPTS[0], 8)[0]
@@ -229,7 +229,7 @@ def test_arguments_by_position() -> None:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_a_model_whose_outer_part_builds_the_masks(order: tuple[int, ...] | None) -> None:
-    """Gemma 3's multimodal class: masks are made a level above the module that loops over the layers."""
+    """Gemma 3's multimodal class builds masks one level above the module that loops over the layers."""
     text = tiny_config("gemma3_text")
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -307,7 +307,7 @@ def test_an_exception_restores_the_model() -> None:
 def test_a_version_of_transformers_without_a_name_that_we_need_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the first, pieces of a prompt would run below full depth; without the second, one depth would stay."""
+    """Without the first, prompt chunks would run below full depth; without the second, the depth would never change."""
     model = tiny_model()
     before = everything(model)
     monkeypatch.delattr(GenerationMixin if hasattr(GenerationMixin, name) else PreTrainedModel, name)
@@ -330,7 +330,7 @@ def test_a_version_of_transformers_that_reads_prompts_elsewhere_is_refused(monke
         pytest.raises(MissingNameError, match="no longer reads a prompt in _prefill"),
     ):
         generate(model, PROMPTS[:1], 3)
-    with dd.applied(model, plan_with(None)):  # a pass outside of generate is the caller's own
+    with dd.applied(model, plan_with(None)):  # a pass outside generate is the caller's own business
         model(torch.tensor(PROMPTS[:1]))
 
 
@@ -356,7 +356,7 @@ def test_peft_adapter_works() -> None:
 
 
 def test_device_map_hooks_go_on_working() -> None:
-    """accelerate replaces every layer's forward to move its inputs, as it does for models on several GPUs."""
+    """accelerate replaces every layer's forward to move its inputs, as for models on several GPUs."""
     accelerate = pytest.importorskip("accelerate")
     model, plan = tiny_model(), plan_with(None)
     expected = reference_tokens(model, plan, PROMPTS[0], 12)[0]

@@ -1,4 +1,4 @@
-"""A shallow model for transformers' assisted generation: the same weights, the plan's layers, the same answers."""
+"""A shallow model for assisted generation in transformers: shared weights, the plan's layers, the same answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_is_the_shallow_pass(architecture: str, order: list[int]) -> None:
     stack = LayerStack.of(model)
     route = LayerPass(frozenset(order), repairs.at(LAYERS - 3))
     with torch.no_grad():
-        model(ids)  # shows what layers return
+        model(ids)  # reveals what layers return
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
         expected = stack.run(route, ids, None, DynamicCache(config=model.config), positions, keep=ids.shape[1])
         assert torch.allclose(draft(ids).logits, expected, atol=1e-5)
@@ -54,14 +54,14 @@ def test_it_is_the_shallow_pass(architecture: str, order: list[int]) -> None:
 def test_assisted_generation_says_what_generate_says(architecture: str) -> None:
     model = tiny_model(architecture)
     if transformers.__version__ < "5.22" and any(LayerStack.of(model).windows):
-        pytest.skip("this release cannot take drafts back from a sliding window, whatever the assistant")
+        pytest.skip("this release cannot roll back drafts from a sliding window, whatever the assistant")
     ids = torch.tensor([PROMPTS[0]])
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plan = dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=[3, 5])
     expected = model.generate(ids, **settings)
     draft = dd.draft_model(model, plan)
     assert torch.equal(model.generate(ids, assistant_model=draft, **settings), expected)
-    assert torch.equal(model.generate(ids, **settings), expected)  # the model itself is as it was
+    assert torch.equal(model.generate(ids, **settings), expected)  # the model itself is unchanged
 
 
 def test_what_is_refused() -> None:

@@ -1,1 +1,1 @@
-"""Learned drafters for other engines: EAGLE-3's form, which vLLM and SGLang load."""
+"""Learned drafters for other engines, in EAGLE-3 format, which vLLM and SGLang load."""

@@ -1,4 +1,4 @@
-"""`depthdecay export`: a plan's learned drafter as a folder that vLLM and SGLang load beside the model."""
+"""`depthdecay export`: a plan's learned drafter as a folder that vLLM and SGLang load together with the model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from depthdecay.plan.stored_plans import drafter_of
 from depthdecay.speculative.draft_head import PORTABLE_HEAD_FILE, DraftHead
 
 FORMATS = ("eagle3",)
-DRAFTS = 3  # before a verification, where nobody says: what heads of this form are mostly served with
+DRAFTS = 3  # per verification by default, as EAGLE-3 heads are usually served
 WEIGHTS_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
 _PRODUCER = "depthdecay export"
-_FORM = 1  # raise it when an export gives other files than before
+_FORM = 1  # increase when exported files change
 _MADE_BY = "depthdecay calibrate --lossless makes one"
-_FEWEST_LAYERS = 7  # below, two of 2, n // 2 and n - 3 are the same, and engines hand out each only once
+_FEWEST_LAYERS = 7  # with fewer, two of the layers 2, n // 2 and n - 3 coincide, and engines return each only once
 
 
 def export(
@@ -45,11 +45,11 @@ def export(
     allow_other_weights: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Save a plan's learned drafter as a folder that vLLM and SGLang load beside `model`, which it drafts for.
+    """Save a plan's learned drafter as a folder that vLLM and SGLang load together with `model`, which it drafts for.
 
         dd.export("plan", "head", model="Qwen/Qwen2.5-1.5B")
 
-    The folder is written whole or not at all. An earlier export is replaced; any other folder must be empty.
+    The folder is written atomically. An earlier export is replaced; any other folder must be empty.
     """
     if format not in FORMATS:
         raise ArgumentError(f"format is {format!r}; expected {' or '.join(FORMATS)}", "format")
@@ -76,9 +76,9 @@ def cached_export(
     allow_other_weights: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """An export in our cache, made when these weights are first served with this drafter.
+    """An export in our cache, created when these weights are first served with this drafter.
 
-    Asked by files alone where it is there already: a server should not load its model twice.
+    An existing one is found from files alone, so that a server does not load its model twice.
     """
     drafter = hashlib.sha256(read_bytes(_head_file(plan), "the plan's drafter")).hexdigest()
 
@@ -92,24 +92,24 @@ def cached_export(
     folder = place(origin)
     if origin is not None and _is_ours(folder / WEIGHTS_FILE):
         return folder
-    portable_head(plan)  # refused before the model is loaded, or even fetched
+    portable_head(plan)  # raises before the model is downloaded and loaded
     loaded = load(model, device="cpu", trust_remote_code=trust_remote_code, progress=progress)
-    if origin is None:  # of the Hub, and not fetched until now
+    if origin is None:  # a Hub model that was only now downloaded
         folder = place(WeightsOrigin.of_hub(model, "auto"))
     return export(plan, folder, model=loaded, allow_other_weights=allow_other_weights)
 
 
 def portable_head(plan: Plan) -> DraftHead:
-    """The drafter of a plan that other engines can run: one fitted for them, else the one that lossless mode uses."""
+    """The plan's drafter that other engines can run: one fitted for them, or else the one that lossless mode uses."""
     head = DraftHead.load(_head_file(plan))
     if plan.num_layers < _FEWEST_LAYERS:
         raise UnsupportedModelError(
-            f"the model has {plan.num_layers} layers; engines feed EAGLE-3 from three of them, which takes "
-            f"{_FEWEST_LAYERS} or more"
+            f"the model has {plan.num_layers} layers; engines feed EAGLE-3 from three of them, which needs at least "
+            f"{_FEWEST_LAYERS}"
         )
     if not head.shape.is_portable(plan.num_layers):
         first, states = head.shape.first_layers, ", ".join(map(str, head.shape.states))
-        why = f"builds on the model's first {first} layers" if first else f"reads the states behind layers {states}"
+        why = f"builds on the model's first {first} layers" if first else f"reads the states after layers {states}"
         raise DepthDecayError(f"the plan's drafter {why}, which other engines do not; {_MADE_BY} that they can run")
     return head
 
@@ -125,7 +125,7 @@ def _head_file(plan: Plan) -> Path:
 
 
 def save_draft(head: DraftHead, stack: LayerStack, folder: Path, model_name: str) -> Path:
-    """Configuration, weights, and a page that tells how engines are started with them."""
+    """Save configuration, weights, and a README that shows how to start engines with them."""
     from safetensors.torch import save
 
     head.shape.check(stack)
@@ -145,7 +145,7 @@ def save_draft(head: DraftHead, stack: LayerStack, folder: Path, model_name: str
 
 @contextmanager
 def _made_aside(folder: Path) -> Iterator[Path]:
-    """Where to make the folder: it takes its place when its files are on the disk, so nobody ever loads half of it."""
+    """A temporary folder that replaces `folder` once its files are on disk, so that nobody loads an incomplete one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as place:
         made, before = Path(place, "made"), Path(place, "before")
@@ -154,7 +154,7 @@ def _made_aside(folder: Path) -> Iterator[Path]:
         for file in made.iterdir():
             with file.open("rb+") as handle:
                 os.fsync(handle.fileno())
-        _refuse_what_is_not_ours(folder)  # asked again: loading the model took its time
+        _refuse_what_is_not_ours(folder)  # checked again, since loading the model took a while
         if folder.exists():
             folder.rename(before)
         try:
@@ -174,7 +174,7 @@ def _refuse_what_is_not_ours(folder: Path) -> None:
     others = found - {WEIGHTS_FILE, CONFIG_FILE, README_FILE}
     if found and (others or not _is_ours(folder / WEIGHTS_FILE)):
         raise ArgumentError(
-            f"out is '{folder}', which holds {min(others or found)}; give a new or empty folder, or one with an "
+            f"out is '{folder}', which contains {min(others or found)}; give a new or empty folder, or one with an "
             "earlier export, which is replaced",
             "out",
         )
@@ -194,8 +194,8 @@ def _page(model: str, folder: str) -> str:
     drafts = json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": DRAFTS})
     return f"""# A drafter for {model}
 
-An EAGLE-3 head, made by `{_PRODUCER}`. It drafts and {model} verifies, so answers are {model}'s own.
-It fits the weights that it was made for and no others. `{folder}` stands for where this folder lies.
+An EAGLE-3 head, made by `{_PRODUCER}`. It drafts and {model} verifies, so the answers are {model}'s own.
+It works only with the weights that it was made for. Replace `{folder}` with the path of this folder.
 
 vLLM:
 
@@ -207,5 +207,5 @@ SGLang:
       --speculative-draft-model-path {folder} --speculative-num-steps {DRAFTS} --speculative-eagle-topk 1 \\
       --speculative-num-draft-tokens {DRAFTS + 1}
 
-It has no embeddings: engines share those of the model. In vLLM that takes a pipeline of one stage.
+It has no embeddings: engines share the model's. In vLLM this needs a pipeline-parallel size of 1.
 """

@@ -1,9 +1,9 @@
-"""A draft head in EAGLE-3's form: the tensors and the configuration from which vLLM and SGLang build one of their own.
+"""A draft head in EAGLE-3 format: the tensors and the configuration from which vLLM and SGLang build their own.
 
-It is what vLLM 0.26 to 0.32 (`llama_eagle3.py`) and SGLang read. Attention sees the normed embedding beside the normed
-state; the residual is the state without its norm, and so is what a draft hands to the next one. The embedding of token
-i + 1 goes with the state of position i. Engines count that pair as position i and we as i + 1, which is all the same to
-a rotary embedding: it knows only distances.
+This is what vLLM 0.26 to 0.32 (`llama_eagle3.py`) and SGLang read. Attention reads the normalized embedding
+concatenated with the normalized state. The residual is the state before normalization, as is what one draft passes to
+the next. The embedding of token i + 1 is paired with the state of position i. Engines call that position i and we call
+it i + 1, which makes no difference to a rotary embedding: only distances matter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import DraftHead
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# Kinds of rotary embeddings whose frequencies do not change with the length of a text, and the fields that all engines
-# read alike. A scale of angles is not among them: engines before vLLM 0.32 pass over `attention_factor`.
+# Rotary embeddings whose frequencies do not depend on the text's length, and the fields that all engines read alike.
+# `attention_factor` is not among them: engines before vLLM 0.32 ignore it.
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
@@ -47,20 +47,20 @@ _NAMES = {
 
 
 def draft_tensors(head: DraftHead, stack: LayerStack) -> dict[str, torch.Tensor]:
-    """By EAGLE-3's names, in the model's precision. Embeddings are left out: engines then share the model's own."""
+    """Tensors by EAGLE-3's names, in the model's precision, without embeddings: engines then share the model's."""
     _refuse_scaled_embeddings(stack)
     rows = _output_rows(head, stack)
     ours = head.state_dict()
     tensors = {f"{theirs}.weight": ours[f"{name}.weight"].to("cpu", rows.dtype) for name, theirs in _NAMES.items()}
     tensors["lm_head.weight"] = rows
-    if not _says_every_token(head, stack):  # vLLM knows no such tensor for a head that does
+    if not _says_every_token(head, stack):  # vLLM does not expect this tensor for a full vocabulary
         tokens = head.vocabulary.cpu()
         tensors["d2t"] = tokens - torch.arange(len(tokens))
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def draft_config(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
-    """config.json. It names no layers of the model: a portable head is fed by those that engines take by default."""
+    """config.json. It lists no layers of the model: a portable head reads the ones that engines use by default."""
     shape, target = head.shape, stack.config
     rope = _rope(head, stack)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -78,12 +78,12 @@ def draft_config(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
         "head_dim": shape.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": shape.epsilon,
-        # Said, since the model's own attention may have a bias, as Qwen2's does; a head's has none.
+        # Explicit, since the model's attention may have a bias, as Qwen2's does, but a head's has none.
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "max_position_embeddings": target.max_position_embeddings,
-        # Twice: as transformers 5 writes it, and as those before it do.
+        # Both in the format of transformers 5 and in that of earlier versions.
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
@@ -97,22 +97,23 @@ def _says_every_token(head: DraftHead, stack: LayerStack) -> bool:
 
 
 def _output_rows(head: DraftHead, stack: LayerStack) -> torch.Tensor:
-    """Of the model's output matrix, those of the tokens that the head can say."""
+    """The rows of the model's LM head for the tokens that the draft head can output."""
     matrix, name = stack.model.get_output_embeddings(), type(stack.model).__name__
     if matrix.bias is not None:
-        raise UnsupportedModelError(f"{name}'s output matrix has a bias, for which EAGLE-3's form has no place")
+        raise UnsupportedModelError(f"{name}'s LM head has a bias, which the EAGLE-3 format does not support")
     weight = matrix.weight.detach()
     if not weight.is_floating_point() or weight.dim() != 2:
-        raise UnsupportedModelError(f"{name}'s output matrix is quantized; export with the weights it was made from")
+        raise UnsupportedModelError(f"{name}'s LM head is quantized; export with the original weights")
     if int(head.vocabulary.max()) >= stack.config.vocab_size:
         raise DepthDecayError(
-            f"the plan's drafter says token {int(head.vocabulary.max())}, but the model has {stack.config.vocab_size}"
+            f"the plan's drafter outputs token {int(head.vocabulary.max())}, but the model has only "
+            f"{stack.config.vocab_size} tokens"
         )
     return weight[head.vocabulary.to(weight.device)].to("cpu", stack.model.dtype)
 
 
 def _refuse_scaled_embeddings(stack: LayerStack) -> None:
-    """Engines share the bare matrix of embeddings, without what the model's own module makes of its rows."""
+    """Engines share only the embedding matrix, without any scaling that the model's module applies."""
     embedding = stack.model.get_input_embeddings()
     ids = torch.arange(min(16, embedding.weight.shape[0]), device=embedding.weight.device)
     with torch.no_grad():
@@ -120,21 +121,21 @@ def _refuse_scaled_embeddings(stack: LayerStack) -> None:
     if plain.shape != given.shape or not torch.equal(plain, given):
         raise UnsupportedModelError(
             f"{type(stack.model).__name__} scales its embeddings, as Gemma does, and its drafter was fitted on scaled "
-            "ones; engines would feed it the bare rows, so it cannot be exported"
+            "ones; engines would feed it unscaled ones, so it cannot be exported"
         )
 
 
 def _rope(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
-    """Parameters by which an engine's Llama turns queries and keys as the head does: the model's own, else plain ones.
+    """Parameters with which an engine's Llama rotates queries and keys as the head does: the model's, or the defaults.
 
-    A head has the model's frequencies where those turn a whole head, and plain ones where not.
+    A head has the model's frequencies where those rotate whole heads, and default ones otherwise.
     """
     own = getattr(stack.config, "rope_parameters", None) or {}
     kind, theta = own.get("rope_type", "default"), own.get("rope_theta") or _PLAIN_THETA
     positions = stack.config.max_position_embeddings
     told = {"original_max_position_embeddings": positions, **own}
     fields = {name: told[name] for name in _ROPE_FIELDS.get(kind, ()) if told.get(name) is not None}
-    # A kind that is not known may still begin with plain frequencies, which the head has then kept.
+    # An unknown kind may still start from the default frequencies, which the head then uses.
     own_kind = kind if kind in _ROPE_FIELDS else "default"
     for name, base, more in ((own_kind, theta, fields), ("default", _PLAIN_THETA, {})):
         parameters = {"rope_type": name, "rope_theta": float(base), **more}
@@ -142,8 +143,8 @@ def _rope(head: DraftHead, stack: LayerStack) -> dict[str, Any]:
             return parameters
     known = list(_ROPE_FIELDS)
     raise UnsupportedModelError(
-        f"the rotary embedding of {type(stack.model).__name__} ({kind}) cannot be written so that other engines turn "
-        f"by the same angles; {', '.join(known[:-1])} and {known[-1]} ones can, over whole heads"
+        f"the rotary embedding of {type(stack.model).__name__} ({kind}) cannot be exported so that other engines use "
+        f"the same angles; supported are {', '.join(known[:-1])} and {known[-1]}, over whole heads"
     )
 
 

@@ -1,1 +1,1 @@
-"""lm-evaluation-harness: its Hugging Face model with depth decay, and GSM8K from local files."""
+"""lm-evaluation-harness: its Hugging Face model class with depth decay, and GSM8K from local files."""

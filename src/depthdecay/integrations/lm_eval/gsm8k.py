@@ -1,4 +1,4 @@
-"""GSM8K from JSON-lines files as OpenAI publishes them, for the tasks beside this file: nothing is downloaded."""
+"""GSM8K from OpenAI's JSON-lines files, for the tasks in this folder: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from depthdecay.files import expanded
 
 
 def load_splits(data: str | None = None, **_: Any) -> dict[str, Any]:
-    """What lm-eval calls for the dataset, with its metadata as arguments."""
+    """Called by lm-eval to load the data set, with the task's metadata as arguments."""
     import datasets
 
     test, train = find_files(data)
@@ -20,13 +20,13 @@ def load_splits(data: str | None = None, **_: Any) -> dict[str, Any]:
 
 
 def find_files(data: str | None) -> tuple[Path, Path | None]:
-    """The test questions and, where it lies beside them, train.jsonl with the worked examples."""
+    """The test questions, and train.jsonl with the worked examples if it is in the same folder."""
     if data is None:
         raise DepthDecayError("the local GSM8K tasks need their questions; add --data with test.jsonl or its folder")
     path = expanded(data)
     test = path / "test.jsonl" if path.is_dir() else path
     if not test.is_file():
-        raise DepthDecayError(f"there is no file '{test}'; --data takes GSM8K's test.jsonl or the folder that holds it")
+        raise DepthDecayError(f"there is no file '{test}'; --data takes GSM8K's test.jsonl or its folder")
     train = test.with_name("train.jsonl")
     return test, train if train.is_file() else None
 
@@ -46,8 +46,8 @@ def read_problems(file: Path) -> list[dict[str, str]]:
         except (ValueError, TypeError, KeyError):
             question = answer = None
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise DepthDecayError(f"line {number} of '{file}' is no JSON object with a question and an answer")
+            raise DepthDecayError(f"line {number} of '{file}' is not a JSON object with a question and an answer")
         problems.append({"question": question, "answer": answer})
     if not problems:
-        raise DepthDecayError(f"'{file}' holds no questions")
+        raise DepthDecayError(f"'{file}' contains no questions")
     return problems

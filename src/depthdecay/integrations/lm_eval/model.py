@@ -1,4 +1,4 @@
-"""The model that lm-eval knows as "depthdecay": its own Hugging Face class, answering through the engine."""
+"""lm-eval's model "depthdecay": its Hugging Face class, generating with our engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from depthdecay.model.load import load
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
 
-# What lm-eval's class does with a model that is loaded already. The rest is about loading, which is ours.
+# The arguments of lm-eval's class that apply to a loaded model. The others are about loading, which we do ourselves.
 _PASSED_ON = (
     *("batch_size", "max_batch_size", "max_length", "truncation", "add_bos_token", "prefix_token_id"),
     *("logits_cache", "softmax_dtype", "think_end_token", "enable_thinking", "chat_template_args"),
@@ -29,7 +29,7 @@ _PASSED_ON = (
 
 @register_model("depthdecay")
 class DepthDecayLM(HFLM):
-    """Prompts, templates, truncation, stop sequences and scores are lm-eval's; only the decoding is ours."""
+    """Prompts, templates, truncation, stop sequences and scores are lm-eval's; only decoding is ours."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class DepthDecayLM(HFLM):
         if unknown:
             known = ", ".join(sorted(_PASSED_ON))
             raise DepthDecayError(
-                f"the model argument '{unknown[0]}' is not known here; known of lm-eval's are {known}"
+                f"the model argument '{unknown[0]}' is not supported; supported arguments of lm-eval are {known}"
             )
         depth = DepthSettings(plan, alpha, speedup, over).read()
         require_mode(mode)
         loaded = load(pretrained, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         self.engine = Engine(loaded, plan=depth, mode=mode, compile=compile, allow_other_weights=allow_other_weights)
         if loaded.tokenizer is None:
-            raise DepthDecayError(f"'{pretrained}' has no tokenizer, and lm-eval asks with text; take a model with one")
-        with _quiet("lm_eval.models.huggingface"):  # it says that settings may be ignored; such are refused above
+            raise DepthDecayError(f"'{pretrained}' has no tokenizer, which lm-eval needs; use a model that has one")
+        with _quiet("lm_eval.models.huggingface"):  # it warns that settings may be ignored; those are refused above
             super().__init__(loaded.model, backend="causal", tokenizer=loaded.tokenizer, **settings)
         if loaded.source == "hub":
             self.pretrained = loaded.name  # lm-eval looks up its commit
@@ -75,9 +75,9 @@ class DepthDecayLM(HFLM):
         return texts
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
-        """As lm-eval hands and wants them: prompts padded on the left, each answer behind its prompt."""
+        """In lm-eval's format: prompts padded on the left, each answer after its prompt."""
         mask = settings.pop("attention_mask").bool()
-        if settings.get("num_beams") == 1:  # some tasks spell out that they want no beams
+        if settings.get("num_beams") == 1:  # some tasks state explicitly that they use no beams
             del settings["num_beams"]
         ends = settings.pop("eos_token_id", self.model.generation_config.eos_token_id)
         results = self.engine.generate(
@@ -96,24 +96,24 @@ class DepthDecayLM(HFLM):
         return torch.cat([context, torch.tensor(answers, device=context.device)], dim=1)
 
     def _end_tokens(self, ends: int | Sequence[int] | None, stop: list[str]) -> list[int]:
-        """The model's own end tokens, and stop sequences that are special tokens: text shows no trace of those."""
+        """The model's end tokens, and stop sequences that are special tokens, which decoded text does not contain."""
         own = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         special = special_token_ids(self.tokenizer)
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         return sorted({end for end in (*own, *(special.get(text, -1) for text in stop)) if 0 <= end < vocabulary})
 
     def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        # Not refused: what is scored is read like a prompt, so with decay too these are the model's true scores.
+        # Not refused: scored text is prefilled like a prompt, so even with decay these are the full model's scores.
         if self.mode == "decay" and not self._warned:
             self._warned = True
             warnings.warn(
-                "log-likelihood tasks generate nothing, so depth decay does not act: their scores are at full depth",
+                "log-likelihood tasks generate nothing, so depth decay has no effect: their scores are at full depth",
                 stacklevel=1,
             )
         return super()._loglikelihood_tokens(*args, **kwargs)
 
     def _plan(self) -> Plan:
-        """By which tokens run: in lossless mode the one that drafts, which the engine makes where none was given."""
+        """The plan in use: in lossless mode the one for drafting, which the engine creates if none was given."""
         if self.mode == "lossless":
             return self.engine.drafting_plan
         return self.engine.plan if self.mode == "decay" and self.engine.plan is not None else self.engine.full_plan
@@ -124,7 +124,7 @@ class DepthDecayLM(HFLM):
         return full / self.layers_executed if full else 1.0
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the scores; asked for after the run, so what it took is in it."""
+        """What lm-eval writes next to the scores; called after the run, so it includes the layer counts."""
         return super().get_model_info() | {
             "depth_plan": self._plan().describe(),
             "generated_tokens": self.generated_tokens,
@@ -134,7 +134,7 @@ class DepthDecayLM(HFLM):
 
 
 def special_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Tokens that decoding leaves out of the text."""
+    """Tokens that are left out of decoded text."""
     return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

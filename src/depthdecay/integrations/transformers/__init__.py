@@ -1,1 +1,1 @@
-"""Depth decay inside transformers: its own generate by a plan, and a drafter for its assisted generation."""
+"""Depth decay inside transformers: its own generate() with a plan, and a drafter for assisted generation."""

@@ -23,18 +23,18 @@ from depthdecay.patches import patched, replaced
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.plan import Plan
 
-# Caches that hold tokens without keys and values in every layer. Weak: none is kept alive.
+# Caches with tokens that lack keys and values in some layers. Weak references, so that none is kept alive.
 _DECAYED: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 _GOING_ON = (
-    "this cache holds tokens that were generated below full depth, so some layers have no keys and values for them; "
+    "this cache has tokens that were generated below full depth, so some layers have no keys and values for them; "
     "start again from the whole text with a new cache"
 )
 
 
 @dataclass
 class Applied:
-    """What `applied` yields: a running account of the layers that really ran."""
+    """What `applied` yields: a running count of the layers that actually ran."""
 
     plan: Plan
     depths: list[int] = field(default_factory=list)  # of the newest generation, one per token
@@ -46,11 +46,11 @@ class Applied:
 
 @contextlib.contextmanager
 def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Iterator[Applied]:
-    """While open, `model.generate` decodes by `plan`; afterwards the model is exactly as it was.
+    """Within the block, `model.generate` decodes with `plan`; afterwards the model is exactly as it was.
 
     The prompt runs all layers. Greedy decoding and sampling work, in batches, with dynamic, offloaded and static caches
-    and with chunked prefill; what would silently give another result (beams, assisted decoding, no cache, going on from
-    a decayed cache) is refused.
+    and with chunked prefill. What would silently give a different result (beams, assisted decoding, no cache,
+    continuing from a decayed cache) is refused.
     """
     stack = LayerStack.of(model)
     lm = stack.model
@@ -60,7 +60,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
     account = Applied(plan)
     driver = _Driver(stack, plan, account, repairs_for(stack, plan))
     with stack.claimed(), stack.routed(driver.layer_pass), contextlib.ExitStack() as undo:
-        # The outer model too, where it is another: it may build masks before it calls the one that loops over layers.
+        # A separate outer model too: it may build masks before it calls the module that loops over the layers.
         for module in {id(module): module for module in (lm, stack.owner)}.values():
             undo.enter_context(patched(module, "forward", driver.wrap_forward(module)))
         for name, wrap in (
@@ -68,7 +68,7 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             (internals.PREFILL, driver.wrap_prefill),
             ("prepare_inputs_for_generation", driver.wrap_prepare),
             ("generate_batch", _refuse_generate_batch),
-            # A compiled call would freeze the depth of the step that it was traced at.
+            # A compiled call would keep the depth of the step in which it was traced.
             ("get_compiled_call", lambda _original: lambda *_args, **_kwargs: lm.__call__),
         ):
             undo.enter_context(patched(lm, name, wrap(internals.method(lm, name))))
@@ -78,15 +78,15 @@ def applied(model: Any, plan: Plan, *, allow_other_weights: bool = False) -> Ite
             driver.seal_decayed_caches()
             if driver.generations:
                 warnings.warn(
-                    f"depthdecay.applied was left while other threads were generating ({driver.generations}): they go "
-                    "on at full depth, or fail where layers have been dropped already",
+                    f"depthdecay.applied was left while other threads were generating ({driver.generations}): they "
+                    "continue at full depth, or fail if layers have already been dropped",
                     stacklevel=3,
                 )
 
 
 def _refuse_generate_batch(_original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise DepthDecayError("depth decay does not work with generate_batch, whose rows are at different positions")
+        raise DepthDecayError("depth decay does not support generate_batch, whose rows are at different positions")
 
     return refuse
 
@@ -94,11 +94,11 @@ def _refuse_generate_batch(_original: Callable[..., Any]) -> Callable[..., Any]:
 class _PerThread(threading.local):
     in_prompt = False
     in_pass = False
-    awaits_prompt = False  # generate has begun and has not yet read the prompt
+    awaits_prompt = False  # generate has started but not yet prefilled the prompt
 
 
 class _Driver:
-    """Decides the depth of every pass of one model: prompts at full depth, then by token index."""
+    """Sets the depth of every pass of one model: full depth for prompts, then by token index."""
 
     def __init__(self, stack: LayerStack, plan: Plan, account: Applied, repairs: Repairs) -> None:
         self.stack = stack
@@ -110,8 +110,8 @@ class _Driver:
         self.thread = _PerThread()
         self.token_index: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
         self.last_dropped: weakref.WeakKeyDictionary[Cache, frozenset[int]] = weakref.WeakKeyDictionary()
-        self.generations = 0  # that run now, in whichever threads
-        self.newest: weakref.ref[Cache] | None = None  # whose tokens are in the account
+        self.generations = 0  # running now, in any thread
+        self.newest: weakref.ref[Cache] | None = None  # the cache whose tokens are counted
 
     def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(generate)
@@ -127,12 +127,12 @@ class _Driver:
             if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or options.get("custom_generate"):
                 raise DepthDecayError(
                     f"depth decay works with greedy decoding and sampling, not with {name}: "
-                    "other modes run several tokens or hypotheses in one pass, which have no one depth"
+                    "other modes run several tokens or hypotheses in one pass, which have no single depth"
                 )
             if not config.use_cache:
                 raise DepthDecayError("depth decay needs use_cache=True: without it every step would re-run all tokens")
             if config.cache_implementation == "paged":
-                raise DepthDecayError("depth decay does not work with the paged cache; leave cache_implementation out")
+                raise DepthDecayError("depth decay does not support the paged cache; leave cache_implementation out")
             self.thread.awaits_prompt = True
             with self.lock:
                 self.generations += 1
@@ -147,7 +147,7 @@ class _Driver:
 
     def wrap_prefill(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
         def full_depth_prefill(*args: Any, **kwargs: Any) -> Any:
-            # Tells a prompt's last chunk, which may be one token, from a decoding step.
+            # Distinguishes a prompt's last chunk, which may be one token, from a decode step.
             self.thread.in_prompt, self.thread.awaits_prompt = True, False
             try:
                 return prefill(*args, **kwargs)
@@ -158,7 +158,7 @@ class _Driver:
 
     def wrap_prepare(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_with_live_lengths(*args: Any, **kwargs: Any) -> Any:
-            # For static caches transformers builds the mask here, ahead of the forward pass.
+            # For static caches transformers builds the mask here, before the forward pass.
             cache = kwargs.get("past_key_values")
             dropped = self.last_dropped.get(cache, frozenset()) if isinstance(cache, Cache) else frozenset()
             with _lengths_from_live_layers(cache, dropped):
@@ -173,7 +173,7 @@ class _Driver:
             if self.thread.in_pass:
                 return forward(*args, **kwargs)
             if self.thread.awaits_prompt:
-                # A later piece of the prompt could not be told from a step, and would run below full depth.
+                # A later chunk of the prompt would look like a decode step and run below full depth.
                 raise internals.unfit("transformers", f"no longer reads a prompt in {internals.PREFILL}")
             bound = signature.bind_partial(*args, **kwargs).arguments
             given = {**bound.get("kwargs", {}), **bound}
@@ -187,7 +187,7 @@ class _Driver:
         return planned_forward
 
     def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
-        """One forward pass of the outermost module, at the depth of the token that it produces."""
+        """Run the outermost module's forward, at the depth of the token that it produces."""
         cache = given.get("past_key_values")
         if isinstance(cache, EncoderDecoderCache):
             raise DepthDecayError("depth decay works on decoder-only models, but was given an encoder-decoder cache")
@@ -202,7 +202,7 @@ class _Driver:
         finally:
             self.layer_pass.dropped, self.layer_pass.repairs = frozenset(), {}
         if cache is None:
-            # The model made its own cache for a prompt given without one; the next call will bring it back.
+            # The model created a cache for a prompt given without one; the next call will pass it in.
             cache = getattr(output, "past_key_values", None)
         if isinstance(cache, Cache):
             self.token_index[cache] = index
@@ -228,11 +228,11 @@ class _Driver:
             self.newest = weakref.ref(cache) if isinstance(cache, Cache) else None
             self.account.depths.clear()
         elif self.newest is None or self.newest() is not cache:
-            return  # of another text that is decoded at the same time
+            return  # a different text, decoded at the same time
         self.account.depths.append(self.layer_pass.layers_executed)
 
     def seal_decayed_caches(self) -> None:
-        """Behind the block nobody watches over caches any more, so decayed ones refuse to go on by themselves."""
+        """After the block caches are no longer checked, so decayed ones must refuse further tokens themselves."""
         for cache in self.token_index:
             if cache in _DECAYED:
                 _seal(cache)
@@ -261,9 +261,9 @@ def _query_length(given: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _lengths_from_live_layers(cache: Cache | None, dropped: frozenset[int]) -> Iterator[None]:
-    """Masks are sized by the first layer of a kind; where that one is dropped, its cache stands still.
+    """Masks are sized by the first layer of a kind; if that one is dropped, its cache no longer grows.
 
-    So for one pass the lengths asked of a dropped layer are answered by a running layer of the same kind.
+    So for one pass, a dropped layer reports the lengths of a running layer of the same kind.
     """
     if cache is None or not dropped:
         yield

@@ -1,9 +1,9 @@
-"""The shallow model on its own, with the full model's weights: a drafter for transformers' assisted generation.
+"""The shallow model as a model of its own, sharing the full model's weights: a drafter for assisted generation.
 
-transformers asks a candidate generator for tokens and verifies them itself. Its contract is a model with a cache of its
-own, so the drafts of lossless mode cannot come through it as they are: they share the verifier's cache. What can is a
-second model made of the same weights, less the dropped layers. It takes no memory for weights, reads the prompt once
-more, and works with everything that `generate` can do.
+transformers gets tokens from an assistant model and verifies them itself. The assistant has its own KV cache, so
+lossless mode's drafter cannot be used as it is: it shares the verifier's cache. This is a second model built from the
+same weights without the dropped layers. It needs no memory for weights, prefills the prompt once more, and works with
+everything that `generate` can do.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Forward = Callable[..., Any]
 
 
 def draft_model(model: Any, plan: Plan, depth: int | None = None, repairs: Repairs | None = None) -> Any:
-    """A model of the plan's layers at one depth (its last one), repaired, that shares all weights with this one.
+    """A model of the plan's layers at one depth (by default its last), with repair maps, that shares all weights.
 
-    `model.generate(..., assistant_model=draft_model(model, plan))` gives what `model.generate(...)` would.
+    `model.generate(..., assistant_model=draft_model(model, plan))` gives the same result as `model.generate(...)`.
     """
     stack = LayerStack.of(model)
     check_plan(plan, stack.model)
     least = plan.ladder.min_layers
     depth = plan.schedule.final_depth if depth is None else whole_number("depth", depth, least)
     if depth > plan.num_layers:
-        raise DepthDecayError(f"depth is {depth}, but the model has {plan.num_layers} layers")
+        raise DepthDecayError(f"depth is {depth}, but the model has only {plan.num_layers} layers")
     maps = repairs_for(stack, plan, repairs).at(depth)
     shared = [*stack.model.parameters(), *stack.model.buffers()]
     draft = copy.deepcopy(stack.model, {id(tensor): tensor for tensor in shared})
@@ -51,7 +51,7 @@ def draft_model(model: Any, plan: Plan, depth: int | None = None, repairs: Repai
 
 
 def _keep(part: LayerStack, kept: list[int]) -> None:
-    """Take the other layers out: each that stays gets the index of its new place, by which caches and masks go."""
+    """Remove the other layers. Each remaining one gets its new index, which caches and masks use."""
     name = next(name for name, child in part.owner.named_children() if tuple(child.children()) == part.layers)
     for place, index in enumerate(kept):
         for module in part.layers[index].modules():
