@@ -567,7 +567,7 @@ def test_the_command_shows_how_many_drafts_were_accepted(tiny_folder: str, gsm8k
         (["--methods", "depthdecay"], "give it with --plan"),
         (["--methods", "unified"], "add --speedups"),
         (["--speedups", "fast"], "--speedups is 'fast'"),
-        (["--speedups", "0.5"], "holds 0.5"),
+        (["--speedups", "0.5"], "contains 0.5"),
         (["--limit", "0"], "--limit is 0"),
         (["--batch", "0"], "--batch is 0"),
         (["--over", "0"], "--over is 0"),

@@ -1,8 +1,8 @@
-"""Attack a server of the embedded model, and measure what its other clients notice.
+"""Attack a server of the embedded model, and measure the effect on its other clients.
 
 python tests/hostile/run.py [--only NAME …] [--json FILE]. The server runs on a free port of 127.0.0.1. During each
-attack a stream runs, and a small request is asked again and again; what they wait beyond their unloaded times is the
-attack's doing. It ends with code 1 where an answer was wrong, or a wait was longer than it may be.
+attack a stream runs, and a small request is sent repeatedly; waits beyond their unloaded times are the attack's effect.
+The exit code is 1 if a response was wrong or a wait exceeded its limit.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 
 from attacks import ATTACKS, COMPLETIONS, HOST
 
-MOST_STALL_SECONDS = 0.5  # of a stream that runs
-MOST_WAIT_SECONDS = 2.0  # of a new, small request
+MOST_STALL_SECONDS = 0.5  # for a running stream
+MOST_WAIT_SECONDS = 2.0  # for a new, small request
 MOST_CONNECTIONS = 128
-# Short texts and times, so that all of it takes minutes, and room for two whole texts, so that a third does not fit.
+# Short texts and times, so that everything takes minutes, and a KV cache for two full texts, so that a third must wait.
 SERVE_OPTIONS = ("--max-positions", "2048", "--cache-gb", "0.2", "--client-timeout", "4", "--timeout", "120")
 HEADERS = {"content-type": "application/json"}
 
@@ -87,7 +87,7 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes
 
 
 class Bystanders:
-    """Two honest clients: one whose stream goes on and on, and one with a small request after the other."""
+    """Two honest clients: one with an endless stream, and one that sends small requests one after the other."""
 
     def __init__(self, port: int, stream_tokens: int = 1000) -> None:
         self.port = port
@@ -113,11 +113,11 @@ class Bystanders:
             thread.join()
 
     def since_now(self) -> None:
-        """Forget what was; what has been waiting goes on to."""
+        """Forget earlier measurements; waits in progress keep counting."""
         self.gaps, self.waits, self.failures = [], [], []
 
     def longest(self) -> tuple[float, float]:
-        """The longest gap and wait, those that have not ended yet included."""
+        """The longest gap and wait, including those still in progress."""
         now = time.monotonic()
         gap = 0.0 if self._last_event is None else now - self._last_event
         wait = 0.0 if self._asked is None else now - self._asked
@@ -144,7 +144,7 @@ class Bystanders:
                 time.sleep(0.1)
                 return
             said = b""
-            self._last_event = None  # until its first token it is a new request, not a running stream
+            self._last_event = None  # before its first token it is a new request, not a running stream
             for line in response:
                 if not line.startswith(b"data: "):
                     continue
@@ -173,12 +173,12 @@ class Bystanders:
 
 @dataclass
 class Noticed:
-    """What the bystanders noticed of one attack."""
+    """The effect of one attack on the bystanders."""
 
     attack: str
     seconds: float
-    stall_seconds: float  # longest gap of the stream over an unloaded one
-    wait_seconds: float  # longest time of a small request over an unloaded one
+    stall_seconds: float  # longest gap of the stream, minus the unloaded one
+    wait_seconds: float  # longest time of a small request, minus the unloaded one
     rss_before_mb: float
     rss_after_mb: float
     log_kb: float
@@ -213,18 +213,18 @@ def attack(server: Served, name: str, seconds: float, by: Bystanders, usual: tup
 
 
 def _settle(server: Served, by: Bystanders) -> None:
-    """Until none but the bystanders are in the batch, and they get on: no attack is counted as the next one's."""
+    """Wait until only the bystanders are in the batch and make progress, so that an attack does not affect the next."""
     end = time.monotonic() + 120
     while server.metric("rows_running") + server.metric("requests_waiting") > 2 and time.monotonic() < end:
         time.sleep(0.2)
-    asked = len(by.waits) + 2  # one may have been under way
+    asked = len(by.waits) + 2  # one may have been in progress
     while len(by.waits) < asked and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def show(noticed: list[Noticed], usual: tuple[float, float]) -> None:
     gap, wait = (1000 * seconds for seconds in usual)
-    print(f"\nunloaded: {gap:.0f} ms between events of the stream, {wait:.0f} ms a small request")
+    print(f"\nunloaded: {gap:.0f} ms between events of the stream, {wait:.0f} ms per small request")
     print(f"{'attack':26}{'stall, s':>10}{'wait, s':>10}{'RSS before, MB':>16}{'after':>8}{'log, KB':>9}{'took, s':>9}")
     for one in noticed:
         mark = "" if one.is_fine else "  !"
@@ -232,12 +232,12 @@ def show(noticed: list[Noticed], usual: tuple[float, float]) -> None:
         print(f"{one.attack:26}{figures}{one.log_kb:9.0f}{one.seconds:9.0f}{mark}")
         for complaint in one.complaints:
             print(f"    {complaint}")
-    print(f"stall: of the running stream, at most {MOST_STALL_SECONDS} s wanted; wait: of a new small request, at most")
-    print(f"{MOST_WAIT_SECONDS} s; both over their unloaded times. !: a wait was longer, or an answer was wrong.")
+    print(f"stall: longest gap of the stream, limit {MOST_STALL_SECONDS} s; wait: of a new small request, limit")
+    print(f"{MOST_WAIT_SECONDS} s; both minus their unloaded times. !: a limit was exceeded, or a response was wrong.")
 
 
 def soak(server: Served, requests: int) -> dict[str, Any]:
-    """Mixed requests with hang-ups, by depthdecay's own load test."""
+    """Mixed requests with disconnects, using depthdecay's own load test."""
     from depthdecay.bench.loadtest import Load, run_load
 
     depth = ({"mode": "full"}, {"mode": "lossless"}, {"alpha": 0.95}, {"alpha": 0.99})
@@ -273,11 +273,11 @@ def short_requests(server: Served, count: int) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ATTACKS, help="these attacks and no others")
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, help="run only these attacks")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each attack")
-    parser.add_argument("--model", help="another than the embedded model")
-    parser.add_argument("--requests", type=int, default=0, help="then so many mixed requests with hang-ups")
-    parser.add_argument("--short-requests", type=int, default=0, help="then memory over so many short requests")
+    parser.add_argument("--model", help="a model other than the embedded one")
+    parser.add_argument("--requests", type=int, default=0, help="then send this many mixed requests with disconnects")
+    parser.add_argument("--short-requests", type=int, default=0, help="then measure memory over this many requests")
     parser.add_argument("--json", help="write the figures to this file")
     given = parser.parse_args()
     from depthdecay.result_files import require_writable, write_result
