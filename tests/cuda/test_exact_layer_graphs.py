@@ -206,7 +206,7 @@ def test_a_trial_that_finds_other_bits_refuses(monkeypatch: pytest.MonkeyPatch) 
         return said
 
     monkeypatch.setattr(ExactLayerGraphs, "run", rounded)
-    with pytest.raises(DepthDecayError, match="a trial has shown"):
+    with pytest.raises(DepthDecayError, match="in a trial, this model"):
         Batcher(engine_of(), EXACT)
 
 

@@ -578,7 +578,7 @@ def test_the_command_shows_how_many_drafts_were_accepted(tiny_folder: str, gsm8k
         (["--answers", "~no-such-user/x"], "'~no-such-user/x' begins with the home of a user"),
         (["--plan", "/no/such/plan"], "plan"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
-        (["--subtasks", "snarks"], "--subtasks means nothing"),
+        (["--subtasks", "snarks"], "has no option --subtasks"),
         (["--speedups", "40", "--methods", "unified"], "cannot be reached"),
     ],
 )

@@ -407,7 +407,7 @@ def test_chat_parameters_that_are_not_supported(server: Running) -> None:
     for wrong in ([], [{"role": "tool", "content": "a"}], [{"role": "user"}], [{"role": "user", "content": None}]):
         assert_problem(post(server, {"messages": wrong}, "/v1/chat/completions"), 400)
     both = {"messages": messages, "max_tokens": 1, "max_completion_tokens": 1}
-    assert "two names" in assert_problem(post(server, both, "/v1/chat/completions"), 400)
+    assert "are the same setting" in assert_problem(post(server, both, "/v1/chat/completions"), 400)
 
 
 def test_values_that_ask_for_nothing_are_taken(server: Running) -> None:
