@@ -141,4 +141,4 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(module, "calibrate", interrupted)
     result = CliRunner().invoke(app, command(tiny, prompts, tmp_path / "out"))
     assert result.exit_code == 130
-    assert result.stderr == "depthdecay: interrupted; the same command goes on where it stopped\n"
+    assert result.stderr == "depthdecay: interrupted; the same command resumes where it stopped\n"

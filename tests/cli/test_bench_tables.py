@@ -1,4 +1,4 @@
-"""What bench shows fits a terminal of 80 columns, and says how its ratios are made."""
+"""The output of bench fits into 80 columns, and says how its ratios are computed."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ def test_ratios_say_that_they_are_of_rounds(rounds: int, capsys: pytest.CaptureF
     report = DecodingReport("tiny", SETTINGS | {"rounds": rounds}, 10.0, 1.0, [DecodingRow("full", "full depth")])
     report.ratios = {"full against generate": 1.02}
     print_decoding(report)
-    assert ("medians of those of each round" in capsys.readouterr().out) == (rounds > 1)
+    assert ("medians of the per-round values" in capsys.readouterr().out) == (rounds > 1)

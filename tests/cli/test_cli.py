@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that every mistake is one line and exit code 2."""
+"""The command line: what it prints, and that every user error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(*arguments: str, input: str | bytes | None = None) -> Any:
 
 
 def refused(*arguments: str, input: str | bytes | None = None) -> str:
-    """Run something that must be refused: code 2, one line on stderr, nothing on stdout. The line."""
+    """Run something that must be refused: code 2, one line on stderr, nothing on stdout. Returns the line."""
     result = run(*arguments, input=input)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -184,7 +184,7 @@ def test_a_plan_file_is_used_and_its_weights_left_out_of_the_json(tiny: str, tmp
     answer = json.loads(result.stdout)
     assert answer["depths"] == list(plan.depths(6))
     assert "fingerprint" not in answer["plan"]["model"]
-    (line,) = result.stderr.splitlines()  # of other weights there is no word
+    (line,) = result.stderr.splitlines()  # and no warning about other weights
     assert "by guess" in line
 
 
@@ -335,7 +335,7 @@ def test_chat_re_reads_the_whole_conversation(tiny: str) -> None:
     conversation.answer("one")
     conversation.answer("two")
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
-    # The second answer is the one that a fresh engine gives to the text alone: nothing decayed was built on.
+    # A fresh engine gives the same second answer from the text alone: no decayed KV cache was reused.
     fresh = Engine(loaded.model, loaded.tokenizer, Plan.decay(LAYERS, 0.9))
     assert fresh.generate([conversation.messages[:4]], 4)[0].text == conversation.messages[4]["content"]
     conversation.reset()
@@ -462,7 +462,7 @@ def test_in_a_terminal_show_depth_colours_and_draws(tiny: str) -> None:
         while data := os.read(ours, 4096):
             output += data
     except OSError:
-        pass  # how Linux says that the other side is closed
+        pass  # on Linux: the other side is closed
     finally:
         os.close(ours)
     text = output.decode("utf-8", "replace")
@@ -508,7 +508,7 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
     result = run(*arguments, "--speedup", "1.2", "--also", "1.1", "--lossless", "--drafter", "layers")
     assert result.exit_code == 0, result.output
     assert "held out: KL" in result.stdout
-    assert "promise" not in result.stdout  # a speed-up was asked for, no quality
+    assert "promise" not in result.stdout  # the goal was a speed-up, not a quality budget
     files = {file.name for file in (tmp_path / "plan").iterdir()}
     assert files == {"plan.json", "repairs.safetensors", "calibration.json", "report.html", "speedup-1.1", "lossless"}
     figures = json.loads((tmp_path / "plan" / "calibration.json").read_text())
@@ -526,7 +526,7 @@ def test_a_plan_is_calibrated_used_rescheduled_and_evaluated(tiny: str, prompts_
     exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")
     full = run("generate", "-m", tiny, "--mode", "full", "-n", "8", "--json", "hello")
     assert json.loads(exact.stdout)["token_ids"] == json.loads(full.stdout)["token_ids"]
-    assert json.loads(exact.stdout)["plan"]["rule"] == "constant"  # the one to draft with
+    assert json.loads(exact.stdout)["plan"]["rule"] == "constant"  # the drafting plan
     data = tmp_path / "test.jsonl"
     data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 3)
     measured = run(
@@ -540,7 +540,7 @@ def test_a_plan_to_draft_with_is_calibrated_alone(tiny: str, prompts_file: str, 
     by_layers = ("--lossless", "--drafter", "layers")
     result = run("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST, *by_layers)
     assert result.exit_code == 0, result.output
-    assert "of drafts right" in result.stdout
+    assert "of drafts accepted" in result.stdout
     exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")
     assert json.loads(exact.stdout)["plan"]["repairs"] == "repairs.safetensors"
 
@@ -553,11 +553,12 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert "lossless, guessed layers" in result.stdout
     rows = json.loads(file.read_text())["lossless_rows"]
     assert all(row["answers_that_differ"] == 0 for row in rows)
-    assert "goes with --prompts" in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
-    assert "goes with --prompts" in refused("bench", "--prompts", prompts_file)
+    needs = "needs --mode lossless, and --prompts"
+    assert needs in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
+    assert needs in refused("bench", "--prompts", prompts_file)
     assert "--compared is -1" in refused(*arguments, "--compared", "-1")
     assert "--peers holds 'beams'" in refused(*arguments, "--peers", "generate,beams")
-    assert "goes with --prompts" in refused("bench", "--peers", "none")
+    assert needs in refused("bench", "--peers", "none")
 
 
 def test_lossless_is_benched_on_a_tasks_questions(tiny: str, tmp_path: Path) -> None:
@@ -584,7 +585,7 @@ def test_eval_knows_lossless_as_a_mode() -> None:
         (["--shape", "tiny"], ["--threads", "2"], "a --model on a CPU"),
         (["--shape", "tiny"], ["--limit", "5"], "--mode lossless and --prompts"),
         (["--methods", "full"], ["--compared", "5"], "--mode lossless and --prompts"),
-        ([], ["--limit", "20"], "--mode lossless and --prompts"),  # also where it says what is so anyway
+        ([], ["--limit", "20"], "--mode lossless and --prompts"),  # the default value is refused too
         ([], ["--compared", "0"], "--mode lossless and --prompts"),
         ([], ["--no-compile"], "--shape"),
         (["--mode", "lossless", "--shape", "tiny"], ["--limit", "5"], "--mode lossless and --prompts"),
@@ -601,8 +602,8 @@ def test_eval_knows_lossless_as_a_mode() -> None:
 )
 def test_an_option_that_a_bench_would_ignore_is_refused(kind: list[str], ignored: list[str], fitting: str) -> None:
     line = refused("bench", "--device", "cpu", *kind, *ignored)
-    assert f"{ignored[0].replace('--no-', '--')} does nothing in a bench of " in line
-    assert f"goes with {fitting}" in line or f" or with {fitting}" in line
+    assert f"{ignored[0].replace('--no-', '--')} has no effect in a benchmark of " in line
+    assert f"use it with {fitting}" in line or f" or with {fitting}" in line
 
 
 def test_every_option_of_bench_is_of_some_kind() -> None:
@@ -689,7 +690,7 @@ def test_info_says_how_passes_run(tiny: str) -> None:
     assert facts["passes"]["quantized"]["setting"] == "int4"
     assert facts["passes"]["quantized"]["matrices"] == {"4 bits": 7 * 8, "8 bits": 1}
     assert "56 matrices in 4 bits" in run("info", "-m", tiny, "--device", "cpu", "--quantize", "int4").stdout
-    assert "weights as they are" in run("info", "-m", tiny, "--device", "cpu").stdout
+    assert "weights not quantized" in run("info", "-m", tiny, "--device", "cpu").stdout
 
 
 def test_fidelity_is_measured_and_written(tiny: str, tmp_path: Path) -> None:

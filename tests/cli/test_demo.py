@@ -1,4 +1,4 @@
-"""The demo: the answers of each mode, which tokens were drafted, the figures, and the plain words about quality."""
+"""The demo: the answers of each mode, which tokens were drafted, the figures, and the caveat about quality."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def demo(*words: str) -> tuple[int, str]:
-    # The task of our own is longer than the tiny model's context.
+    # The built-in task is longer than the tiny model's context.
     short = ["--max-new-tokens", "24", "--warmup-tokens", "4", "--question", "Why is the sky blue?"]
     result = CliRunner().invoke(app, ["demo", *short, *words])
     return result.exit_code, result.output
@@ -89,11 +89,11 @@ def test_each_kind_of_run_has_a_warm_engine_of_its_own(
         ("lossless", True),
         ("decay", False),
     ]
-    # The first of them is the answer that is shown; the others come as streams.
+    # The first one is the lossless answer that is shown; the other shown answers are streamed.
     turns = [lossless, *[lossless, full, full, lossless] * 2, *[decay, full, full, decay] * 2]
     assert [engine for engine, _ in answers] == turns
     assert [tokens for _, tokens in calls] == [8] * 3 + [24] * len(turns)
-    # A model that takes long is timed once more, no oftener.
+    # A slow model is timed only once more.
     calls.clear()
     monkeypatch.setattr(sys.modules["depthdecay.cli.demo"], "_TIMING_SECONDS", 0.0)
     assert demo("-m", tiny, "--out", str(tmp_path))[0] == 0
@@ -114,7 +114,7 @@ def test_picture_draws_any_length(tokens: int, tmp_path: Path) -> None:
     ("plan", "said"),
     [
         (Plan.decay(30, "0.99"), "some/model · α = 0.99 · uncalibrated, middle-out"),
-        (Plan.load(EMBEDDED_PLAN), "some/model · α = 0.998217 · 19 tokens of warm-up · calibrated, repaired"),
+        (Plan.load(EMBEDDED_PLAN), "some/model · α = 0.998217 · 19 warm-up tokens · calibrated, repaired"),
         (
             replace(Plan.load(EMBEDDED_PLAN), repairs=None, schedule=PowerSchedule(30, "0.99", min_layers=22)),
             "some/model · α = 0.99 · calibrated",
@@ -142,9 +142,9 @@ def test_quality_is_told_in_figures_only_where_this_schedule_was_measured() -> N
         ((66.0, 68.0), (60.0, 61.0), True),
         ((60.0, 61.0), (66.0, 68.0), True),  # slower is a result too
         ((214.5, 66.0), (65.5, 65.0), False),  # another process took a core during one run
-        ((214.5, 66.0, 68.0), (65.5, 61.0, 60.0), True),  # the others agree
-        ((214.5, 215.0), (65.5, 65.0), False),  # 3.3 times as fast by a tenth fewer layers cannot be
-        ((0.0, 0.0), (0.0, 0.0), False),  # one token: no decoding step was timed
+        ((214.5, 66.0, 68.0), (65.5, 61.0, 60.0), True),  # the other runs agree
+        ((214.5, 215.0), (65.5, 65.0), False),  # a tenth fewer layers cannot give a speed-up of 3.3
+        ((0.0, 0.0), (0.0, 0.0), False),  # one token: no decode step was timed
     ],
 )
 def test_a_ratio_is_shown_only_where_it_means_something(
@@ -161,7 +161,7 @@ def test_drafted_tokens_are_marked_and_add_up_to_the_answer() -> None:
     marked = marked_drafts(result, engine, marks=True).plain
     assert "[" in marked
     assert marked.replace("[", "").replace("]", "") == result.text
-    # Half a character at the end of a run belongs to the next one.
+    # A character cut at the end of a run goes to the next run.
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode("é 🙂!")
     broken = Result(token_ids=ids, draft_depths=[0 if index % 2 else None for index in range(len(ids))])

@@ -1,4 +1,4 @@
-"""Flags: one name in all commands, and errors of the library as whoever typed the command reads them."""
+"""Flags: the same names in all commands, and library errors worded with the flags that were typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes long is told: live in a terminal, a line in a log, and in a pipe only what is slow."""
+"""Progress output: live in a terminal, line by line in a log, and in a pipe only for slow steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from depthdecay.cli.show import working
 
 def test_a_slow_step_is_told_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show, "SLOW_SECONDS", 0.0)
-    with working("preparing …") as say, redirect_stderr(io.StringIO()):  # as while a library's bars are hidden
+    with working("preparing …") as say, redirect_stderr(io.StringIO()):  # as when a library's progress bars are hidden
         say("rounding weights …")
         for waiting in threading.enumerate():
             if isinstance(waiting, threading.Timer):
                 waiting.join(60)
-    say("compiling …")  # an engine may tell of a step when this is over
+    say("compiling …")  # an engine may report a step after the block has ended
     assert capsys.readouterr().err == "rounding weights …\n"
 
 

@@ -639,7 +639,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     words = ["--model", tiny_folder, "--device", "cpu", "--task", "gsm8k", "--data", gsm8k]
     kept = run(*words, "--json", str(tmp_path / "result.json"))
     assert kept.exit_code == 130
-    assert kept.stderr.endswith("interrupted; the same command goes on behind the batches that are done\n")
+    assert kept.stderr.endswith("interrupted; the same command resumes after the finished batches\n")
     assert run(*words).stderr.endswith("depthdecay: interrupted\n")  # nothing was saved
 
 

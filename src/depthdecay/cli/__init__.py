@@ -1,4 +1,4 @@
-"""The command line: gathers the sub-commands, and turns every error into one line and an exit code."""
+"""The command line: registers the sub-commands, and turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class _OneLineErrors(TyperGroup):
-    """Bad input ends with a sentence and code 2, Ctrl-C with 130; only a fault of our own shows a traceback."""
+    """Bad input exits with one line and code 2, Ctrl-C with 130; only a bug of ours shows a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        # Warnings are for people too; libraries' own are about code that the user did not write.
+        # Show only our own warnings: those of libraries are about code that the user did not write.
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
@@ -52,12 +52,12 @@ class _OneLineErrors(TyperGroup):
                 _fail("; ".join(("interrupted", *map(str, error.args))), code=130)
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    raise  # the reader went away, as `| head` does: typer ends quietly
+                    raise  # the reader closed the pipe, as `| head` does: typer exits quietly
                 _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
             except RuntimeError as error:
                 if type(error).__name__ != "OutOfMemoryError":
                     raise
-                _fail("the device is out of memory; take a smaller model, a 16-bit --dtype, or --device cpu")
+                _fail("the device is out of memory; use a smaller model, a 16-bit --dtype, or --device cpu")
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
@@ -91,10 +91,10 @@ app = typer.Typer(
 @app.callback()
 def depthdecay(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Depth-decay decoding: the further a text has come, the fewer layers each new token runs through."""
+    """Faster decoding for Hugging Face models: lossless speculative decoding, or fewer layers for later tokens."""
 
 
 app.command(cls=Command)(generate)

@@ -1,4 +1,4 @@
-"""`depthdecay analyze`: figures about a model, its layers and a plan, and about result files of `eval`."""
+"""`depthdecay analyze`: charts about a model, its layers and a plan, and about result files of `eval`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
 @opt.grouped("compile", "quantize", "threads")
 def analyze(
-    out: Annotated[str, typer.Option(help="A folder for the figures; made where it is not there.")],
+    out: Annotated[str, typer.Option(help="Folder for the charts; created if missing.")],
     more_results: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --results, as *.json gives them.")
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --results, so that *.json works.")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="A .jsonl or .txt file to measure on; without it, only --results is drawn.")
+        str | None, typer.Option(help="A .jsonl or .txt file of prompts to measure on (default: only draw --results).")
     ] = None,
     results: Annotated[
-        list[str] | None, typer.Option(help="Result files of depthdecay eval --json-file: speed against quality.")
+        list[str] | None, typer.Option(help="Result files of depthdecay eval --json-file, for speed against quality.")
     ] = None,
     *,
     model: opt.ModelOptions,
@@ -39,14 +39,14 @@ def analyze(
     limit: Annotated[int, _measurement(help="Prompts to measure on.")] = 32,
     new_tokens: Annotated[int, _measurement(*opt.MAX_NEW_TOKENS, help="Tokens per answer.")] = 200,
 ) -> None:
-    """Draw what a model's text and layers are like by position, what a plan costs, and speed against quality."""
+    """Draw charts: a model's layers and predictability by position, what a plan costs, and speed against quality."""
     opt.at_least(1, limit=limit)
     opt.at_least(2, max_new_tokens=new_tokens)
     files = [*(results or []), *(more_results or [])]
     if prompts is None and not files:
         raise DepthDecayError("there is nothing to analyze; give --prompts to measure on, or --results to draw")
     if prompts is None and plan is not None:
-        raise DepthDecayError("--plan was given without --prompts, on which it would be measured")
+        raise DepthDecayError("--plan was given without --prompts; add --prompts to measure it on")
 
     from depthdecay.bench.analysis import read_quality
     from depthdecay.bench.drawing import require_drawing
@@ -71,7 +71,7 @@ def _measured(
     folder: Path,
     allow_other_weights: bool,
 ) -> list[Chart]:
-    """Measure, and write what was measured beside the figures, with the command and the machine."""
+    """Measure, and write the results next to the charts, with the command and the machine."""
     with working("preparing …", lasting=True) as say:
         from depthdecay.bench.analysis import analyze as measure
         from depthdecay.bench.analysis import charts, fitting_prompts

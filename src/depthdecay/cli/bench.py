@@ -1,4 +1,4 @@
-"""`depthdecay bench`: decoding speed, ours and transformers' in one run, as a table and a result file."""
+"""`depthdecay bench`: our decoding speed and transformers' in one run, as a table and a result file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _measurement = partial(typer.Option, rich_help_panel="Measurement")
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What is benched: a model or a shape, and where."""
+    """What is benchmarked: a model or a shape, and on which device."""
 
     shape: Annotated[
         str | None,
-        typer.Option(help="Random weights in a true shape: llama-2-7b, llama-2-13b, llama-2-70b, qwen2.5-1.5b, tiny."),
+        typer.Option(help="Random weights in the shape of llama-2-7b, llama-2-13b, llama-2-70b, qwen2.5-1.5b or tiny."),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Real weights instead of a shape.")] = None
+    model: Annotated[str | None, typer.Option("--model", "-m", help="A real model instead of a shape.")] = None
     device: opt.Device = None
     dtype: opt.Dtype = None
     quantize: opt.Quantize = None
@@ -42,41 +42,45 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """How much is measured, and of what."""
+    """What is measured, and how much."""
 
     new_tokens: Annotated[int, _measurement(*opt.MAX_NEW_TOKENS, help="Tokens to decode.")] = 256
     prompt_tokens: Annotated[int, _measurement(help="Length of the prompt.")] = 32
-    batch: Annotated[int, _measurement(help="Sequences in lock-step.")] = 1
+    batch: Annotated[int, _measurement(help="Batch size.")] = 1
     rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3
-    methods: Annotated[str | None, _measurement(help="Some of generate,generate-static,full,decay; all that fit.")] = (
-        None
-    )
+    methods: Annotated[
+        str | None, _measurement(help="Some of generate,generate-static,full,decay (default: all that apply).")
+    ] = None
     compile: Annotated[bool, _measurement(help="Compile the layers, on CUDA.")] = True
 
 
 @dataclass(frozen=True)
 class LosslessOptions:
-    """Lossless mode, and on what."""
+    """Lossless mode, what it is measured on, and what it is compared with."""
 
-    mode: Annotated[str | None, typer.Option(metavar="lossless", help="Lossless mode and its peers, on --prompts.")] = (
-        None
-    )
+    mode: Annotated[
+        str | None, typer.Option(metavar="lossless", help="Benchmark lossless mode on --prompts, or for a --shape.")
+    ] = None
     prompts: Annotated[str | None, _measurement(help="For --mode lossless: a .jsonl or .txt file.")] = None
     task: Annotated[
-        str | None, _measurement(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
+        str | None, _measurement(help="Format the prompts as depthdecay eval does for this task, such as gsm8k.")
     ] = None
-    limit: Annotated[int, _measurement(help="Prompts of the file.")] = 20
+    limit: Annotated[int, _measurement(help="How many prompts of the file to use.")] = 20
     compared: Annotated[
-        int | None, _measurement(help="Prompts for the peers, which are slower; 0 leaves them out.")
+        int | None,
+        _measurement(help="How many prompts for transformers' methods, which are slower; 0: leave them out."),
     ] = None
     peers: Annotated[
         str | None,
-        _measurement(help="Some of generate,prompt-lookup,early-exit,assisted of transformers, or none; all that fit."),
+        _measurement(
+            help="Methods of transformers: some of generate,prompt-lookup,early-exit,assisted, or none (default: all "
+            "that apply)."
+        ),
     ] = None
     assistant: Annotated[str | None, _measurement(help="A smaller model for transformers' assisted generation.")] = None
-    temperature: Annotated[float, _measurement(help="For --mode lossless: above 0, seeded samples, without peers.")] = (
-        0.0
-    )
+    temperature: Annotated[
+        float, _measurement(help="For --mode lossless: above 0, seeded sampling, without transformers' methods.")
+    ] = 0.0
 
     @property
     def given(self) -> bool:
@@ -96,7 +100,7 @@ def bench(
     lossless: LosslessOptions,
     json_file: opt.JsonFile = None,
 ) -> None:
-    """Measure decoding speed: transformers' generate, full depth and decay in the same run."""
+    """Measure decoding speed: transformers' generate, our full depth and decay, all in one run."""
     kind = _kind(source, measured, lossless)
     refuse_ignored(context, kind)
     if over is not None and plan is None and alpha is None and speedup is None:
@@ -121,7 +125,7 @@ def _kind(source: SourceOptions, measured: MeasurementOptions, lossless: Lossles
             return PASSES
         if lossless.mode != "lossless" or lossless.prompts is None or source.shape is not None:
             raise DepthDecayError(
-                "--mode lossless goes with --prompts and a --model, or with a --shape alone, whose passes it times"
+                "a benchmark of lossless mode needs --mode lossless, and --prompts with a --model or a --shape alone"
             )
         return LOSSLESS
     plain = source.shape is None and source.dtype is None and measured.methods is None and measured.batch == 1
@@ -163,7 +167,7 @@ def _bench_decoding(
 def _bench_precisions(
     source: SourceOptions, plans: opt.PlanOptions, measured: MeasurementOptions, json_file: str | None
 ) -> None:
-    """Every precision, full and by the plan, between transformers and llama.cpp."""
+    """Every precision, at full depth and with the plan, compared with transformers and llama.cpp."""
     plan = plans.read()
     with shown_even_unwritten(print_precisions), working("preparing …", lasting=True) as say:
         settle(source.threads)
@@ -219,7 +223,7 @@ def _bench_lossless(
 
 
 def _bench_step_costs(source: SourceOptions, measured: MeasurementOptions, json_file: str | None) -> None:
-    """What draft steps and verifications cost in a model of this shape, and the speed that follows from it."""
+    """The cost of draft steps and verifications in a model of this shape, and the speed-up that follows."""
     with shown_even_unwritten(print_step_costs), working("preparing …") as say:
         settle()
         from depthdecay.bench.step_costs import benchmark_step_costs

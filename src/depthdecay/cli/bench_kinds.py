@@ -1,4 +1,4 @@
-"""The kinds of `depthdecay bench` and the options that each takes: one that would do nothing is refused."""
+"""The kinds of `depthdecay bench` and the options each takes; an option without effect is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAN = frozenset({"plan", "alpha", "speedup", "over"})
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bench: its name, what asks for it, and the options that it takes besides those of all kinds."""
+    """A kind of benchmark: its name, the options that select it, and those it takes besides the common ones."""
 
     name: str
     asked_by: str
@@ -27,9 +27,9 @@ SPEED = Kind(
     _PLAN | {"shape", "model", "dtype", "new_tokens", "prompt_tokens", "batch", "rounds", "methods", "compile"},
 )
 PRECISIONS = Kind(
-    "a CPU's precisions",
+    "CPU precisions",
     "a --model on a CPU without --methods, --dtype or --batch",
-    # --batch can only say 1 here, and that is what runs.
+    # --batch can only be 1 here, which is what runs.
     _PLAN | {"model", "quantize", "threads", "new_tokens", "prompt_tokens", "batch", "rounds"},
 )
 LOSSLESS = Kind(
@@ -39,17 +39,19 @@ LOSSLESS = Kind(
     | {"temperature", "new_tokens", "compile"},
 )
 PASSES = Kind(
-    "a shape's passes", "--mode lossless and --shape", frozenset({"mode", "shape", "dtype", "prompt_tokens", "compile"})
+    "a shape's passes",
+    "--mode lossless and --shape",
+    frozenset({"mode", "shape", "dtype", "prompt_tokens", "compile"}),
 )
 KINDS = (SPEED, PRECISIONS, LOSSLESS, PASSES)
 
 
 def refuse_ignored(context: typer.Context, kind: Kind) -> None:
-    """Refuse the first option that was typed and that this kind of bench would ignore."""
+    """Refuse the first option given that this kind of benchmark would ignore."""
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
         if name in kind.takes | _EVERYWHERE or source is None or source.name in ("DEFAULT", "DEFAULT_MAP"):
             continue
         fitting = ", or with ".join(other.asked_by for other in KINDS if name in other.takes)
-        raise DepthDecayError(f"{parameter.opts[0]} does nothing in a bench of {kind.name}; it goes with {fitting}")
+        raise DepthDecayError(f"{parameter.opts[0]} has no effect in a benchmark of {kind.name}; use it with {fitting}")

@@ -1,4 +1,4 @@
-"""What `depthdecay bench` shows: a table for each kind of report."""
+"""The output of `depthdecay bench`: a table for each kind of report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def print_precisions(report: CpuReport) -> None:
     settings = report.settings
-    # Ranges stand below their medians: beside them, 80 columns would cut them.
+    # Ranges are below their medians: next to them, they would not fit into 80 columns.
     headings = ("ms/token\n(rounds)", "tokens/s\n", "× generate\n", "× llama.cpp\n", "of\nmemory", "realised\n")
     table = figures_table("", *headings, no_wrap=True)
     for row in report.rows:
@@ -42,12 +42,12 @@ def print_precisions(report: CpuReport) -> None:
         f"{settings['new_tokens']} new tokens, {settings['rounds']} interleaved rounds",
         highlight=False,
     )
-    console.print(f"[dim]a large read moves {report.read_gb_per_second:.1f} GB/s; {settings['plan']}[/]\n")
+    console.print(f"[dim]memory bandwidth {report.read_gb_per_second:.1f} GB/s (large read); {settings['plan']}[/]\n")
     console.print(table)
     console.print(
-        "[dim]× generate: times as fast as transformers' generate in bfloat16; medians of rounds, with their range. "
-        "of memory: bytes of weights a second, of what a large read moves. realised: wall-clock speed-up of the plan "
-        "over that in bytes.[/]"
+        "[dim]× generate: speed relative to transformers' generate in bfloat16, median and range over the rounds. "
+        "of memory: weight bytes read per second, as a share of memory bandwidth. realised: the plan's wall-clock "
+        "speed-up divided by its cost speed-up (in bytes).[/]"
     )
 
 
@@ -63,7 +63,7 @@ def print_decoding(report: DecodingReport) -> None:
         f"{settings['prompt_tokens']}, {settings['new_tokens']} new tokens"
     )
     console.print(
-        f"[dim]{report.weight_gb:.2f} GB of weights a step at full depth; a copy moves "
+        f"[dim]{report.weight_gb:.2f} GB of weights per step at full depth; copy bandwidth "
         f"{report.copy_gb_per_second:.0f} GB/s; {settings['plan']}[/]\n"
     )
     console.print(_table(report))
@@ -74,15 +74,15 @@ def print_decoding(report: DecodingReport) -> None:
         console.print(f"{name}: {ratio:.2f}x")
     if report.settings["rounds"] > 1:
         console.print(
-            "[dim]Ratios and speed-ups are medians of those of each round, whose runs were neighbours in time; so they "
-            "need not be the quotients of the medians above.[/]"
+            "[dim]Ratios and speed-ups are medians of the per-round values, so they may differ from ratios of the "
+            "medians above.[/]"
         )
     if settings["device"] == "cpu":
-        console.print("[dim]CPU times are only worth comparing within one run: the rounds are interleaved for that.[/]")
+        console.print("[dim]Compare CPU times only within one run, whose rounds are interleaved for that.[/]")
 
 
 def _table(report: DecodingReport) -> Table:
-    """Methods side by side, a line per figure: narrow enough for any terminal."""
+    """One column per method, one row per figure: narrow enough for any terminal."""
     table = figures_table("", *(_HEADINGS[row.method] for row in report.rows))
     for label, show in _FIGURES.items():
         table.add_row(label, *("[red]failed[/]" if row.error else show(row) for row in report.rows))
@@ -109,7 +109,7 @@ _FIGURES: dict[str, Callable[[DecodingRow], str]] = {
     "layer speed-up": lambda row: _number(row.layer_speedup, 3, "x"),
     "cost speed-up (ideal)": lambda row: _number(row.cost_speedup, 3, "x"),
     "wall-clock speed-up": lambda row: _number(row.wall_clock_speedup, 3, "x"),
-    "realised of the ideal": lambda row: _number(row.realised, 3),
+    "realised (share of ideal)": lambda row: _number(row.realised, 3),
     "memory GB": lambda row: _number(row.memory_gb, 1),
     "set-up s": lambda row: _number(row.setup_seconds, 1),
 }
@@ -121,20 +121,20 @@ def print_step_costs(report: StepCostReport) -> None:
         f"[bold]{report.model}[/], {report.settings['dtype']} on {report.settings['device']}", highlight=False
     )
     checks = ", ".join(f"{cost:.3f} for {tokens}" for tokens, cost in report.verifications.items())
-    console.print(f"a full-depth step is 1; a verification costs {checks} tokens\n", highlight=False)
+    console.print(f"in units of a full-depth step, a verification costs {checks} tokens\n", highlight=False)
     accepted = sorted({row["acceptance"] for row in report.speedups})
-    table = figures_table("drafts at", "a draft costs", *(f"{p:.0%} right" for p in accepted))
+    table = figures_table("drafts at", "a draft costs", *(f"{p:.0%} accepted" for p in accepted))
     for depth, cost in report.drafts.items():
         speeds = [
             f"{row['speedup']:.2f}x ({row['drafts']:.0f})" for row in report.speedups if str(row["depth"]) == depth
         ]
         table.add_row(f"{depth} layers", f"{cost:.3f}", *speeds)
     console.print(table)
-    console.print("[dim]Speed for a share of right drafts, with the number of drafts a window that is best there.[/]")
+    console.print("[dim]Speed-up by acceptance rate, with the best number of drafts per window in brackets.[/]")
 
 
 def print_lossless(report: LosslessReport) -> None:
-    table = figures_table("", "tokens/s", "speed-up", "ideal", "accepted", "a pass", "differ")
+    table = figures_table("", "tokens/s", "speed-up", "ideal", "accepted", "per pass", "differ")
     for row in report.lossless_rows:
         if row.error is not None:
             table.add_row(row.method, f"[red]failed: {row.error}[/]")
@@ -155,11 +155,11 @@ def print_lossless(report: LosslessReport) -> None:
         if row.differences and row.method.startswith("lossless"):
             widest = max(row.differences, key=lambda difference: abs(difference.margin))
             console.print(
-                f"{row.method}: where answers part, the two tokens' logits are at most {abs(widest.margin):.3g} apart "
-                f"(one rounding is {widest.spacing:.3g})",
+                f"{row.method}: where answers diverge, the two logits differ by at most {abs(widest.margin):.3g} "
+                f"(one rounding step is {widest.spacing:.3g})",
                 highlight=False,
             )
     console.print(
-        "[dim]ideal: by layer passes. accepted: of the drafts. a pass: tokens from one verification. differ: answers "
-        "that are not full depth's, as in 16 bits where two tokens tie.[/]"
+        "[dim]ideal: speed-up by layer passes. accepted: share of drafts. per pass: tokens per verification. differ: "
+        "answers that diverge from full depth, as near-ties may in 16 bits.[/]"
     )

@@ -1,4 +1,4 @@
-"""`depthdecay bench-vllm`: the plug-in beside stock vLLM in one process, as a table and a result file."""
+"""`depthdecay bench-vllm`: vLLM with our plug-in compared with stock vLLM, as a table and a result file."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ def bench_vllm(
     workloads: Annotated[str, typer.Option(help="Some of batch-1,batch-16,mix.")] = "batch-1,batch-16,mix",
     new_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS, help="Tokens to decode.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt.")] = 32,
-    alpha: Annotated[str, typer.Option(help="A decay by hand, beside speed-ups 1.25 and 1.5.")] = "0.99",
+    alpha: Annotated[str, typer.Option(help="An alpha to measure besides speed-ups 1.25 and 1.5.")] = "0.99",
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions; medians are shown.")] = 3,
     dtype: Annotated[str, typer.Option(help="As vLLM names it: float32, bfloat16, …")] = "float32",
     ways: Annotated[
         str | None,
-        typer.Option(help="Some of stock,ngram,head,decay: vLLM as it comes, with graphs, a process for each."),
+        typer.Option(help="Some of stock,ngram,head,decay: with vLLM's CUDA graphs, one process each."),
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="With --ways: random weights of this shape, as llama-2-7b.")] = None,
-    head: Annotated[str | None, typer.Option(help="With --ways: a head, by export --format eagle3.")] = None,
-    plan: Annotated[str | None, typer.Option(help="With --ways: a plan, in the place of speed-ups.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="With --ways: a file of prompts, not random tokens.")] = None,
-    batches: Annotated[str, typer.Option(help="With --ways: requests in lock-step.")] = "1,16,64",
-    rates: Annotated[str, typer.Option(help="With --ways: Poisson arrivals, requests a second.")] = "",
+    shape: Annotated[
+        str | None, typer.Option(help="With --ways: random weights in this shape, e.g. llama-2-7b.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="With --ways: a draft head from export --format eagle3.")] = None,
+    plan: Annotated[str | None, typer.Option(help="With --ways: a plan instead of speed-ups.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="With --ways: a file of prompts instead of random tokens.")
+    ] = None,
+    batches: Annotated[str, typer.Option(help="With --ways: batch sizes.")] = "1,16,64",
+    rates: Annotated[str, typer.Option(help="With --ways: Poisson arrivals, requests per second.")] = "",
     json_file: opt.JsonFile = None,
 ) -> None:
-    """Measure vLLM with the plug-in: stock, full depth, layer speed-ups 1.25 and 1.5, and an alpha by hand."""
+    """Measure vLLM with our plug-in: stock, full depth, layer speed-ups 1.25 and 1.5, and one alpha."""
     opt.at_least(8, max_new_tokens=new_tokens)
     opt.at_least(1, prompt_tokens=prompt_tokens, rounds=rounds)
     if ways is not None:
@@ -50,7 +54,7 @@ def bench_vllm(
         return
     exact_alpha(alpha)
     check_version()
-    # Both engines in this process, so that their turns are alike.
+    # Both engines in this process, so that they run under the same conditions.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from depthdecay.integrations.vllm.bench import run_bench
@@ -60,7 +64,7 @@ def bench_vllm(
     config = model_config(folder)
     stock = (config.architectures or [""])[0]
     if stock not in ARCHITECTURES:
-        raise DepthDecayError(f"{stock or model} is not served with depth decay; known are {', '.join(ARCHITECTURES)}")
+        raise DepthDecayError(f"{stock or model} does not support decay in vLLM; supported: {', '.join(ARCHITECTURES)}")
     layers = config.num_hidden_layers
     plans = {
         "full depth": Plan.decay(layers, 1),
@@ -94,13 +98,13 @@ def _bench_ways(
         config = model_config(folder)
         stock = (config.architectures or [""])[0]
         if stock not in ARCHITECTURES:
-            raise DepthDecayError(f"{stock or model} is not served with depth decay; known: {', '.join(ARCHITECTURES)}")
+            raise DepthDecayError(f"{stock or model} has no decay in vLLM; supported: {', '.join(ARCHITECTURES)}")
         ids = None if prompts is None else _prompt_ids(folder, prompts, config.vocab_size)
         layers = config.num_hidden_layers
         dummy = shape is not None
         found = run_ways(folder, stock, layers, ways=ways, dummy=dummy, prompts=ids, progress=say, **settings)
     named = {name: value for name, value in settings.items() if name not in ("head", "plan")}
-    # Written before it is printed: what was measured must not be lost.
+    # Written before it is printed, so that no measurement is lost.
     write_result(json_file, {"model": shape or model, "settings": named, "vllm_ways": found})
     _print_ways(shape or model, found)
 
@@ -121,12 +125,12 @@ def _numbers(flag: str, words: str, kind: type) -> list[Any]:
     except ValueError:
         found = [0]
     if any(number <= 0 for number in found):
-        raise DepthDecayError(f"{flag} is '{words}'; expected numbers above 0 with commas between them")
+        raise DepthDecayError(f"{flag} is '{words}'; expected comma-separated numbers above 0")
     return found
 
 
 def _print_ways(model: str, found: dict[str, Any]) -> None:
-    table = figures_table("", "", "ms a token", "speed-up", "first token, p95 ms", "tokens/s")
+    table = figures_table("", "", "ms/token", "speed-up", "first token, p95 ms", "tokens/s")
     for row in found["rows"]:
         speedup, first = row["speedup"], row.get("first_token_p95_ms")
         table.add_row(
@@ -138,7 +142,7 @@ def _print_ways(model: str, found: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else "–",
         )
     console = Console()
-    console.print(f"[bold]{model}[/] in vLLM as it comes and in other ways; speed-up against stock", highlight=False)
+    console.print(f"[bold]{model}[/] in vLLM; speed-up over stock vLLM", highlight=False)
     console.print(table)
     for way, engine in found["engines"].items():
         if "failed" in engine:
@@ -168,5 +172,5 @@ def _print_rows(model: str, rows: list[dict[str, Any]]) -> None:
             f"{row['layer_speedup']:.2f}x",
         )
     console = Console()
-    console.print(f"[bold]{model}[/] in vLLM, eager; speed-up against stock vLLM, eager too", highlight=False)
+    console.print(f"[bold]{model}[/] in vLLM, eager; speed-up over stock vLLM, also eager", highlight=False)
     console.print(table)

@@ -1,4 +1,4 @@
-"""`depthdecay calibrate`: find a model's ladder, repair it, and save the fastest plan within a budget."""
+"""`depthdecay calibrate`: find which layers a model can drop, fit repairs, and save the fastest plan in budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _goal, _effort = (partial(typer.Option, rich_help_panel=panel) for panel in ("Goal (one of)", "Effort"))
 
-Count = Annotated[int | None, _effort()]
+Count = Annotated[int | None, _effort(help="Number of prompts (default: depends on the device).")]
 
 
 @opt.grouped("compile")
@@ -24,46 +24,44 @@ def calibrate(
     *,
     prompts: Annotated[
         str | None,
-        typer.Option(
-            help="A .jsonl or .txt file of prompts like those that will be asked; else the model writes some."
-        ),
+        typer.Option(help="A .jsonl or .txt file of prompts like yours (default: the model writes some itself)."),
     ] = None,
-    out: Annotated[str, typer.Option(help="A folder for the plan and its report; made where it is not there.")],
+    out: Annotated[str, typer.Option(help="Folder for the plan and its report; created if missing.")],
     task: Annotated[
-        str | None, typer.Option(help="Ask the prompts as depthdecay eval asks this task's, such as gsm8k.")
+        str | None, typer.Option(help="Format the prompts as depthdecay eval does for this task, such as gsm8k.")
     ] = None,
     model: opt.ModelOptions,
-    max_kl: Annotated[float | None, _goal(help="Mean KL to the full model [0.02].")] = None,
-    max_agreement_loss: Annotated[float | None, _goal(help="Share of tokens that may differ, as 0.01.")] = None,
-    speedup: Annotated[str | None, _goal(metavar="NUMBER", help="Layer speed-up, repairs counted.")] = None,
-    also: Annotated[str | None, _goal(help="Further speed-ups, as 1.1,1.5: a plan each in OUT/speedup-N.")] = None,
+    max_kl: Annotated[float | None, _goal(help="Largest mean KL to the full model (default: 0.02).")] = None,
+    max_agreement_loss: Annotated[float | None, _goal(help="Largest share of tokens that differ, e.g. 0.01.")] = None,
+    speedup: Annotated[str | None, _goal(metavar="NUMBER", help="Layer speed-up, with repair maps counted.")] = None,
+    also: Annotated[str | None, _goal(help="More speed-ups, e.g. 1.1,1.5; one plan each, in OUT/speedup-N.")] = None,
     lossless: Annotated[
-        bool, _goal("--lossless", help="A plan to draft with in lossless mode; beside another goal in OUT/lossless.")
+        bool, _goal("--lossless", help="A drafter for lossless mode; with another goal, it goes to OUT/lossless.")
     ] = False,
     drafter: Annotated[
-        str, _goal(help="For --lossless: a learned head, or layers of the model with closed-form maps.")
+        str, _goal(help="For --lossless: learned (a trained draft head) or layers (a shallow model with repairs).")
     ] = "learned",
-    repair_rank: Annotated[int | None, _effort(help="Directions of a map; chosen by KL.")] = None,
-    repair_neurons: Annotated[int | None, _effort(help="Neurons kept of a dropped layer; chosen by KL.")] = None,
-    variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, so that other text is not ruined.")] = True,
+    repair_rank: Annotated[int | None, _effort(help="Rank of a repair map (default: chosen by KL).")] = None,
+    repair_neurons: Annotated[int | None, _effort(help="MLP neurons kept per map (default: chosen by KL).")] = None,
+    variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, to protect quality on other text.")] = True,
     fit_prompts: Count = None,
     held_out_prompts: Count = None,
     new_tokens: Annotated[
-        int | None, _effort(*opt.MAX_NEW_TOKENS, help="Tokens per answer: the plan's horizon.")
+        int | None, _effort(*opt.MAX_NEW_TOKENS, help="Tokens per answer, which is the plan's horizon.")
     ] = None,
-    beam: Annotated[int | None, _effort(help="Ladders searched side by side.")] = None,
-    width: Annotated[int | None, _effort(help="Layers each tries at a rung.")] = None,
-    minutes: Annotated[float | None, _effort(help="For the whole, about; else as suits the device.")] = None,
+    beam: Annotated[int | None, _effort(help="Beam width: ladders searched in parallel.")] = None,
+    width: Annotated[int | None, _effort(help="Candidate layers tried per ladder and step.")] = None,
+    minutes: Annotated[float | None, _effort(help="Approximate total time (default: depends on the device).")] = None,
     learn: Annotated[
-        float | None, _effort(metavar="MINUTES", help="Gradient steps for the maps of each plan [0].")
+        float | None, _effort(metavar="MINUTES", help="Train the repair maps of each plan this long (default: 0).")
     ] = None,
-    seed: Annotated[int, _effort(help="Deals out the prompts, and writes them where none are given.")] = 0,
+    seed: Annotated[int, _effort(help="For splitting the prompts, and for writing them where none are given.")] = 0,
 ) -> None:
-    """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
+    """Measure which layers a model can do without, fit repairs for them, and save the fastest plan within budget.
 
-    An interrupted run goes on where it stopped when the same command is given again.
+    Run the same command again to resume an interrupted calibration.
     """
-    with going_on("goes on where it stopped"), working("calibrating …", lasting=True) as say:
+    with going_on("resumes where it stopped"), working("calibrating …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.calibration.calibrate import calibrate as make_plan
         from depthdecay.calibration.calibrate import figures_of
@@ -107,26 +105,27 @@ def _print(plan: Plan, figures: dict[str, Any]) -> None:
     tell = partial(out_console().print, markup=False)
     tell(plan.describe())
     tell(
-        f"held out: KL {measured['kl']:.4f} (plain dropping {plain['kl']:.4f}), agreement {measured['agreement']:.4f}; "
+        f"held out: KL {measured['kl']:.4f} (without repairs {plain['kl']:.4f}), agreement "
+        f"{measured['agreement']:.4f}; "
         f"layer speed-up {promise['layer_speedup']:.3f}x ({promise['layer_speedup_with_repairs']:.3f}x with repairs "
         f"counted), cost speed-up {promise['cost_speedup']:.3f}x over {plan.notes['over_tokens']} tokens"
     )
     elsewhere = figures["elsewhere"]
     if elsewhere is not None:
         tell(
-            f"on other kinds of text: KL {elsewhere['kl']:.4f} (plain dropping {elsewhere['plain_kl']:.4f}), agreement "
+            f"other kinds of text: KL {elsewhere['kl']:.4f} (without repairs {elsewhere['plain_kl']:.4f}), agreement "
             f"{elsewhere['agreement']:.4f}"
         )
     drafting = figures.get("drafting")
     if drafting is not None:
         tell(
-            f"in lossless mode: {drafting['acceptance']:.1%} of drafts right, each {drafting['cost']:.2f} of a step; "
+            f"lossless mode: {drafting['acceptance']:.1%} of drafts accepted, {drafting['cost']:.2f} of a step each; "
             f"{drafting['speedup']:.2f}x expected with windows of {drafting['window']}"
         )
     if promise["budget"] is not None:
         tell(
             f"promise: {promise['measure']} {promise['held_out']:.4f}, at most {promise['bound']:.4f} with 95% "
-            f"confidence; asked for {promise['budget']:g}"
+            f"confidence; the budget was {promise['budget']:g}"
         )
     tell(f"plan and report: {plan.folder}")
 
@@ -137,9 +136,9 @@ def _print_drafter(plan: Plan, figures: dict[str, Any]) -> None:
     tell(plan.describe())
     for kind, found in head["held_out"].items():
         places = ", ".join(f"{share:.1%}" for share in found["right"])
-        tell(f"drafts right on unseen text ({kind}), by place in the window: {places}")
+        tell(f"draft accuracy on held-out text ({kind}), by position in the window: {places}")
     tell(
         f"a draft costs {head['cost_of_a_draft']:.2f} of a step; {head['expected_speedup']:.2f}x expected in lossless "
-        f"mode, learned from {figures['tokens_written']:,} tokens in {figures['seconds_in_all']:.0f} s"
+        f"mode; trained on {figures['tokens_written']:,} tokens in {figures['seconds_in_all']:.0f} s"
     )
     tell(f"plan and report: {plan.folder}")

@@ -1,4 +1,4 @@
-"""`depthdecay chat`: a conversation, re-read from its text at full depth in every turn."""
+"""`depthdecay chat`: a conversation, prefilled again at full depth in every turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from depthdecay.errors import DepthDecayError
 if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
 
-HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
+HELP = "/reset clears the conversation · /exit or Ctrl-D quits · Ctrl-C stops an answer"
 
 
 @opt.grouped()
@@ -31,7 +31,7 @@ def chat(
     show_depth: opt.ShowDepth = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Talk to a chat model; piped input is one turn a line."""
+    """Chat with a model. Piped input is one turn per line."""
     _, engine = opt.open_engine(
         model, plan, answer.max_new_tokens, answer.mode, quiet=quiet, allow_other_weights=allow_other_weights
     )
@@ -40,10 +40,10 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and one answer more.
+    """The messages so far, and how to answer the next one.
 
-    Only text is kept. Tokens generated below full depth lack keys and values in the layers that were dropped, so every
-    turn renders the whole conversation anew and the engine reads it, earlier answers too, at full depth.
+    Only text is kept. Tokens generated below full depth have no keys and values in the dropped layers, so every turn
+    prefills the whole conversation again at full depth, earlier answers included.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
 
     def answer(self, turn: str) -> None:
-        """Print an answer and keep both; a turn that is refused, or stopped before a word, leaves no trace."""
+        """Print an answer and keep both messages. A turn refused or stopped before any output is forgotten."""
         messages = [*self.messages, {"role": "user", "content": turn}]
         stream = self.engine.stream(self._ids_within_context(messages), **self.settings)
         shallowest = opt.shallowest_depth(self.engine, self.settings["max_new_tokens"])
@@ -84,13 +84,13 @@ class Conversation:
         ids = chat_ids(self.engine.tokenizer, messages)
         if limit is not None and len(ids) >= limit:
             raise DepthDecayError(
-                f"the conversation has {len(ids)} tokens, but the model's context holds {limit}; /reset starts anew"
+                f"the conversation has {len(ids)} tokens, but the model's context holds {limit}; /reset clears it"
             )
         return ids
 
 
 def talk(conversation: Conversation, *, interactive: bool) -> None:
-    """Turn after turn until the input ends. At a terminal a mistake costs one line, in a pipe it ends the program."""
+    """Turn after turn until the input ends. An error prints one line at a terminal; in a pipe it ends the program."""
     console = err_console()
     if interactive and not conversation.quiet:
         console.print(Text(HELP, style="dim"))
@@ -127,7 +127,7 @@ def _typed_lines() -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit leaves)")
+            print("\n(Ctrl-D or /exit quits)")
 
 
 def _piped_lines() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`depthdecay check`: is it right on the user's own model? A row each, and the exit code tells."""
+"""`depthdecay check`: is decoding correct on the user's model? One row per check; the exit code is 0 if all pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check(
     model: opt.Model = opt.DEFAULT_MODEL,
     device: opt.Device = None,
     dtype: Annotated[
-        str, typer.Option(help="In 16 bits, tokens may differ by rounding alone.", rich_help_panel="Model")
+        str, typer.Option(help="In 16 bits, near-ties may flip by rounding alone.", rich_help_panel="Model")
     ] = "fp32",
     trust_remote_code: opt.TrustRemoteCode = False,
     *,
@@ -31,7 +31,7 @@ def check(
     new_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS, help="Tokens per answer.")] = 24,
     as_json: opt.Json = False,
 ) -> None:
-    """Check full depth and decay against transformers' own generate, and that the model is left as it was."""
+    """Check that decoding matches transformers' generate on a model, and leaves the model unchanged."""
     opt.at_least(1, max_new_tokens=new_tokens)
     stored = plan.load()
     options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
@@ -53,7 +53,7 @@ def check(
     with ExitStack() as spinner:
 
         def show(row: CheckRow) -> None:
-            spinner.close()  # it would tear the line
+            spinner.close()  # it would garble the line
             if not as_json:
                 mark = ("✓", "green") if row.passed else ("✗", "red")
                 console.print(Text.assemble(mark, f" {row.name}", (f"  {row.detail}", "dim")))

@@ -1,4 +1,4 @@
-"""The demo: a task in lossless mode, then a question with decay, each beside full depth, in text and in figures."""
+"""The demo: a task in lossless mode, then a question with decay, each compared with full depth."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
     from depthdecay.engine.result import Result
 
-# Prompt lookup drafts what an answer takes from its prompt. The embedded model has no learned drafter, so a task that
-# edits text shows best what lossless mode does.
+# The embedded model has no learned drafter, only prompt lookup, which drafts text that the answer copies from its
+# prompt. So a task that edits text shows lossless mode best.
 TASK = (
     "Make a list of the sentences in this text, one a line:\n\n"
     "The committee meets on the first Monday of each month. Members who cannot come write to the secretary by Friday. "
     "The secretary sends the agenda on Wednesday, and the minutes a week after the meeting."
 )
 QUESTION = "Why is the sky blue?"
-# Found by reading its answers: at 1.15 over 128 tokens the embedded model repeats itself, at 1.25 it falls apart.
+# Chosen by reading the answers: at 1.15 over 128 tokens the embedded model repeats itself, at 1.25 it falls apart.
 SPEEDUP = "1.1"
 WARMUP_TOKENS = 16
 NEW_TOKENS = 128
 _WARM_UP_STEPS = 8
-# Two runs of each kind differ by as much as the plan gains; more of them take seconds where the model is small.
+# Two runs of the same kind can differ by as much as the plan gains. More runs take only seconds on a small model.
 _TIMING_SECONDS, _MOST_RUNS = 4.0, 4
-# Above the noise of a quiet machine; a process that takes a core away from us costs a factor of two or more.
+# Above the noise of an idle machine; another process on one of our cores costs a factor of two or more.
 MOST_SPREAD = 1.15
 
 DRAFTED = "bold cyan"
@@ -49,21 +49,21 @@ FULL = "full depth"
 NAMES = {"lossless": "lossless", "decay": "depth decay"}
 
 UNSTEADY = (
-    "The wall-clock ratio is left out: runs of the same kind took different times, or the gain was more than fewer "
-    "layers can bring, so something else was using the machine. Run it again when it is quiet, or use depthdecay bench."
+    "The wall-clock ratio is left out: run times varied too much, or the gain was larger than fewer layers can "
+    "explain, so something else was using the machine. Run it again when it is idle, or use depthdecay bench."
 )
 
 CALIBRATED = (
-    "The two texts differ: a token that ran fewer layers may be another token. Which layers this plan drops was "
-    "measured, and maps repair what dropping them breaks; {how_good}. "
-    "A larger model has more layers to spare: depthdecay calibrate makes a plan for yours."
+    "The two texts differ: with fewer layers, the model may pick another token. Which layers this plan drops was "
+    "measured, and repair maps replace them; {how_good}. "
+    "Larger models have more layers to spare: depthdecay calibrate makes a plan for yours."
 )
 MEASURED = "on held-out text it picks the full model's token {agreement:.0%} of the time"
-RESCHEDULED = "how good it is at this speed was not measured"
+RESCHEDULED = "its quality at this speed was not measured"
 CAVEAT = (
-    "The two texts differ: a token that ran fewer layers may be another token, and in a small model soon a worse one. "
-    "This plan is uncalibrated: it drops layers from the middle outwards, by guess. depthdecay calibrate measures "
-    "which layers to drop, and repairs what that breaks."
+    "The two texts differ: with fewer layers, the model may pick other tokens, and a small model soon worse ones. "
+    "This plan is uncalibrated: it drops layers from the middle outwards, by a rule of thumb. depthdecay calibrate "
+    "measures which layers to drop, and fits repairs for them."
 )
 
 
@@ -73,13 +73,13 @@ def demo(
     warmup_tokens: opt.WarmupTokens = None,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     question: Annotated[
-        str | None, typer.Option(help="What both modes are asked, in the place of a task and a question of our own.")
+        str | None, typer.Option(help="Your own prompt for both modes, instead of the built-in ones.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo"),
     device: opt.Device = None,
     dtype: opt.Dtype = None,
 ) -> None:
-    """Lossless mode, the same answer sooner, then depth decay with its trade: text, figures, a curve, a picture."""
+    """See lossless mode and depth decay next to full depth: answers, speed, and a plot of the depth per token."""
     new_tokens = max_new_tokens if max_new_tokens is not None else NEW_TOKENS
     opt.at_least(1, max_new_tokens=new_tokens)
     if question is not None and not question.strip():
@@ -94,9 +94,9 @@ def demo(
     plan = plan_options.choose(loaded.model, loaded.name, stored, new_tokens)
     assert plan is not None
     task, question = question or TASK, question or QUESTION
-    # Before any is timed: the first passes of a process allocate, choose kernels, and on CUDA capture graphs.
+    # Before anything is timed: a process's first passes allocate, choose kernels, and on CUDA capture graphs.
     with working("warming up …") as say:
-        # An engine each: on CUDA it keeps the graphs of one plan, and to change plans is to capture anew.
+        # One engine each: on CUDA an engine keeps the graphs of one plan, and changing plans means capturing again.
         with guess_is_meant():
             full, lossless, decay = (
                 options.engine(loaded, depth, mode=mode, progress=say)
@@ -113,11 +113,11 @@ def demo(
 
 
 def show_lossless(full: Engine, lossless: Engine, task: str, new_tokens: int, title: str) -> None:
-    """The same answer twice, which of its tokens were drafted, and how much sooner it is there."""
+    """The same answer twice, which of its tokens were drafted, and how much faster it was."""
     console = out_console()
     _ask(task)
     answer = _answer(full, task, new_tokens)
-    _heading("lossless: drafts, verified by all layers")
+    _heading("lossless: drafted tokens, verified at full depth")
     with working("drafting and verifying …", quiet=not console.is_terminal):
         (drafted,) = lossless.generate([task], new_tokens, do_sample=False)
     console.print(marked_drafts(drafted, lossless, marks=not console.is_terminal))
@@ -126,7 +126,7 @@ def show_lossless(full: Engine, lossless: Engine, task: str, new_tokens: int, ti
 
 
 def show_decay(full: Engine, decay: Engine, question: str, new_tokens: int, title: str) -> Result:
-    """Both answers, what each took, and the depth of each token."""
+    """Both answers, their cost, and the depth of each token."""
     console = out_console()
     _ask(question)
     answers = _answer(full, question, new_tokens), _answer(decay, question, new_tokens)
@@ -142,12 +142,12 @@ def show_decay(full: Engine, decay: Engine, question: str, new_tokens: int, titl
 
 
 def marked_drafts(result: Result, engine: Engine, *, marks: bool) -> Text:
-    """The answer, its drafted tokens in colour, or in brackets where nobody sees colours."""
-    assert engine.tokenizer is not None  # it was given words
+    """The answer with its drafted tokens in colour, or in brackets where there are no colours."""
+    assert engine.tokenizer is not None  # the prompt was text
     text, tokens, shown = Text(), 0, ""
     for was_drafted, run in groupby(depth is not None for depth in result.draft_depths):
         tokens += len(list(run))
-        # From the start each time: a character may lie in several tokens, and spaces depend on what stands before.
+        # Decode from the start each time: a character may span several tokens, and spaces depend on preceding tokens.
         so_far = engine.tokenizer.decode(result.token_ids[:tokens], skip_special_tokens=True).rstrip("\ufffd")
         piece, shown = so_far[len(shown) :], so_far
         if was_drafted and piece:
@@ -158,20 +158,22 @@ def marked_drafts(result: Result, engine: Engine, *, marks: bool) -> Text:
 
 
 def same_answer(full: Result, lossless: Result) -> str:
-    """Whether both said the same, and what drafted it."""
+    """Whether both answers are the same, and what drafted the tokens."""
     tokens = len(lossless.token_ids)
     if full.token_ids == lossless.token_ids:
         drafted = [depth for depth in lossless.draft_depths if depth is not None]
         said = f"The same answer, token by token. {len(drafted)} of its {tokens} tokens were drafted"
-        return f"{said}, {drafted.count(0)} of them by prompt lookup; {lossless.verifications} full passes decided."
+        return (
+            f"{said}, {drafted.count(0)} of them by prompt lookup; {lossless.verifications} full passes verified them."
+        )
     pairs = enumerate(zip(full.token_ids, lossless.token_ids, strict=False))
     where = next((index for index, (one, other) in pairs if one != other), min(len(full.token_ids), tokens))
-    why = lossless.inexact_because or "passes over one token and over several round differently here"
+    why = lossless.inexact_because or "here, a pass over several tokens rounds differently from a pass over one"
     return f"The answers diverge at token {where}, at a near-tie: {why}."
 
 
 def caveat(plan: Plan, stored: Plan | None) -> str:
-    """What to expect of the text: in figures where the plan runs as it was stored, since they are its own."""
+    """What to expect of the text. Measured figures are given only if the plan runs as stored, as they hold for that."""
     measured = plan.notes.get("calibration")
     if measured is None:
         return CAVEAT
@@ -180,7 +182,7 @@ def caveat(plan: Plan, stored: Plan | None) -> str:
 
 
 def _warm_up_tokens(engine: Engine, new_tokens: int) -> int:
-    """Graphs are captured for a length, and kept for what is no longer; elsewhere a few steps do."""
+    """Graphs are captured for a length and reused up to it, so warm up the full length; otherwise a few steps do."""
     return new_tokens if engine.uses_graphs else min(_WARM_UP_STEPS, new_tokens)
 
 
@@ -199,7 +201,7 @@ def _heading(title: str) -> None:
 
 def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
     layers = engine.stack.num_layers
-    _heading("depth decay: fewer and fewer layers" if engine.plan else f"full depth: {layers} layers for every token")
+    _heading("depth decay: fewer layers for later tokens" if engine.plan else f"full depth: {layers} layers per token")
     stream = engine.stream(question, new_tokens, do_sample=False)
     stream_text(engine, stream, opt.shallowest_depth(engine, new_tokens), show_depth=True)
     return stream.result
@@ -208,7 +210,7 @@ def _answer(engine: Engine, question: str, new_tokens: int) -> Result:
 def _figures(
     full: Engine, other: Engine, answers: tuple[Result, Result], prompt: str, new_tokens: int, title: str
 ) -> None:
-    """Time both again, in turns, and print what they took."""
+    """Time both again, in turns, and print the results."""
     with working("timing both again …"):
         again = _timed_in_turns(other, full, prompt, new_tokens)
     timing = Timing(
@@ -223,9 +225,9 @@ def _figures(
 
 
 def _timed_in_turns(first: Engine, second: Engine, question: str, new_tokens: int) -> dict[Engine, list[float]]:
-    """Milliseconds per token of further runs, some seconds of them.
+    """Milliseconds per token of further runs, for a few seconds.
 
-    In changing order, so that a machine that grows busier or quieter meanwhile favours neither.
+    The order alternates, so that a change in machine load favours neither.
     """
     found: dict[Engine, list[float]] = {first: [], second: []}
     started = time.monotonic()
@@ -240,7 +242,7 @@ def _timed_in_turns(first: Engine, second: Engine, question: str, new_tokens: in
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per token of some runs at full depth and as many of the other mode, two at least."""
+    """Milliseconds per token of at least two runs at full depth, and of as many in the other mode."""
 
     full: tuple[float, ...]
     other: tuple[float, ...]
@@ -250,7 +252,7 @@ class Timing:
         return min(self.full) / min(self.other)
 
     def is_steady(self, layer_speedup: float) -> bool:
-        """Whether the best runs of a kind agree, and fewer layers can bring such a gain; else something else ran."""
+        """Whether the best runs of each kind agree, and fewer layers explain the gain; if not, something else ran."""
         runs = (self.full, self.other)
         if not all(min(run) > 0 for run in runs):
             return False
@@ -259,18 +261,18 @@ class Timing:
 
 
 def results_table(full: Result, other: Result, timing: Timing, title: str) -> Table:
-    """Both answers in figures. The ratio is of time per token, since the answers may end at different lengths.
+    """Both answers in figures. The ratio is of time per token, since the answers may differ in length.
 
-    A verification runs each layer once, whatever the number of its tokens, so lossless mode's layers are the ideal.
+    A verification runs each layer once, however many tokens it covers, so lossless mode's layer counts are the ideal.
     """
     table = Table(
-        title=f"{title}, greedy, decoding only, the best of {len(timing.full)} runs",
+        title=f"{title}, greedy, decoding only, best of {len(timing.full)} runs",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    # Broken by hand, so that it fits into 80 columns.
+    # Line breaks by hand, to fit into 80 columns.
     for heading in ("", "tokens", "tokens/s", "ms/token", "layers\nexecuted", "layer\nspeed-up", "wall-clock\nratio"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     steady = timing.is_steady(other.layer_speedup)

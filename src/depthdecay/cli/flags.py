@@ -1,4 +1,4 @@
-"""Names of flags: those of earlier releases, and in errors of the library, which knows Python's parameters."""
+"""Flag names: accepts those of earlier releases, and puts flags for Python parameters into the library's errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typer.core import TyperCommand
 
 from depthdecay.errors import ArgumentError
 
-# Parameters of the library that options call otherwise.
+# Library parameters whose option has another name.
 _OTHER_NAMES = {"over_tokens": "over", "result_file": "json_file", "answers_file": "answers"}
 
-# What options were called before, where they were not called the same in every command.
+# Earlier option names, from when commands did not agree on them.
 _OLD_NAMES = {
     **dict.fromkeys(("--new-tokens", "--max-tokens"), "--max-new-tokens"),
     **dict.fromkeys(("--json", "--output", "-o"), "--json-file"),
@@ -21,7 +21,7 @@ _OLD_NAMES = {
 
 
 class Command(TyperCommand):
-    """A command that also knows its options by the names that they had."""
+    """A command that also accepts its options under their earlier names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -29,7 +29,7 @@ class Command(TyperCommand):
 
 
 def by_new_names(words: Sequence[str], options: Collection[str]) -> list[str]:
-    """What was typed, with the new name of each option that the command does not have, but by another name."""
+    """The words typed, with earlier option names replaced by the current ones where the command has those."""
     renamed = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -39,7 +39,7 @@ def by_new_names(words: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def in_flags(error: ArgumentError, command: Any) -> str:
-    """The message with each parameter's flag in the place of its name, where the command has one."""
+    """The message with each parameter's name replaced by its flag, if the command has one."""
     parameters = () if command is None else command.params
     options = [option for parameter in parameters for option in parameter.opts if option.startswith("--")]
     flags = {option.removeprefix("--").replace("-", "_"): option for option in options}

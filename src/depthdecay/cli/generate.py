@@ -1,4 +1,4 @@
-"""`depthdecay generate`: answer one prompt, streamed as text or as one JSON object."""
+"""`depthdecay generate`: answer one prompt, as streamed text or as one JSON object."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def generate(
     answer: opt.AnswerOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
     system: opt.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model goes on with the text.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model continues the text.")] = False,
     show_depth: opt.ShowDepth = False,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Answer a prompt, as the full model would. --plan, --alpha or --speedup trade quality for speed."""
+    """Answer a prompt, losslessly by default. --plan, --alpha or --speedup trade quality for more speed."""
     if raw and system is not None:
-        raise DepthDecayError("--raw and --system were given together; without a chat template there is no system turn")
+        raise DepthDecayError("--raw and --system were given together; a system prompt needs the chat template")
     if as_json and show_depth:
-        raise DepthDecayError("--json and --show-depth were given together; the JSON has the depths already")
+        raise DepthDecayError("--json and --show-depth were given together; the JSON already contains the depths")
     text = read_prompt(prompt, prompt_file)
     loaded, engine = opt.open_engine(
         model,
@@ -62,7 +62,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt from wherever it was given; bytes are read as UTF-8 and nothing else."""
+    """The prompt from the argument, a file or stdin; always UTF-8."""
     if prompt is not None and file is not None:
         raise DepthDecayError("a prompt and --prompt-file were given together; use one")
     if file is not None:
@@ -71,7 +71,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     elif prompt == "-":
         content, where = sys.stdin.buffer.read(), "standard input"
     elif prompt is None:
-        raise DepthDecayError("no prompt was given; write it behind generate, or use --prompt-file, or - for stdin")
+        raise DepthDecayError("no prompt was given; pass it as an argument, or use --prompt-file, or - for stdin")
     else:
         content, where = prompt.encode("utf-8", "surrogateescape"), "the prompt"
     text = decode_utf8(content, where)
@@ -96,9 +96,9 @@ def stream_text(
     quiet: bool = False,
     heard: list[str] | None = None,
 ) -> None:
-    """Print the pieces as they come, and add them to `heard`, which also an interrupted answer leaves behind.
+    """Print the pieces as they come, and append them to `heard`, so that an interrupted answer is kept too.
 
-    The first one waits for the prompt, and on CUDA for graphs and compilation.
+    The first piece waits for the prefill, and on CUDA for compilation and graph capture.
     """
     printer = TextPrinter(engine.stack.num_layers, shallowest, colour=show_depth)
     started = "compiling, then reading the prompt …" if engine.compiled else "reading the prompt …"
@@ -115,7 +115,7 @@ def stream_text(
 
 def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
     """Everything about one answer, as `--json` prints it."""
-    ms_per_token = result.ms_per_token or None  # one token alone has no decoding step to time
+    ms_per_token = result.ms_per_token or None  # an answer of one token has no decode step to time
     return {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -139,7 +139,7 @@ def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
 
 
 def lossless_account(result: Result) -> dict[str, Any]:
-    """What drafting took and brought; `draft_depths` says what proposed each token (null: the full pass itself)."""
+    """Cost and yield of drafting. `draft_depths`: the depth that drafted each token (null: the full pass itself)."""
     return {
         "drafted": result.drafted,
         "accepted": result.accepted,

@@ -1,4 +1,4 @@
-"""`depthdecay info`: what a model consists of, and what a plan would save on it."""
+"""`depthdecay info`: a model's layers and sizes, and what a plan would save on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from depthdecay.model.loaded_model import LoadedModel
     from depthdecay.plan.plan import Plan
 
-PROMPT_TOKENS = 32  # for the cache figures: what `bench` takes as well
+PROMPT_TOKENS = 32  # for the KV cache figures; the same as in `bench`
 
 
 @opt.grouped("compile")
@@ -29,20 +29,20 @@ def info(
     model: opt.ModelOptions,
     plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    tokens: Annotated[int | None, typer.Option(help="Length of the answer that savings are told for.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Length of the answer that savings are computed for.")] = None,
     fidelity: Annotated[
         int | None,
-        typer.Option(metavar="N", help="On a CPU: measure on N prompts what --quantize int8 and int4 would cost."),
+        typer.Option(metavar="N", help="On a CPU: measure on N prompts the quality loss of --quantize int8 and int4."),
     ] = None,
     json_file: Annotated[
         str | None, typer.Option(opt.JSON_FILE, metavar="FILE", help="With --fidelity: write a result file.")
     ] = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Show a model's layers and sizes; with --plan, --alpha or --speedup also what that saves."""
+    """Show a model's layers and sizes, and with --plan, --alpha or --speedup what that saves."""
     opt.at_least(1, tokens=tokens, fidelity=fidelity)
     if fidelity is None and json_file is not None:
-        raise DepthDecayError("--json-file was given without --fidelity, whose figures it is for")
+        raise DepthDecayError("--json-file was given without --fidelity; it stores the figures of --fidelity only")
     from depthdecay.result_files import require_writable, write_result
 
     require_writable(json_file)
@@ -85,7 +85,7 @@ def model_facts(loaded: LoadedModel, engine: Engine) -> dict[str, Any]:
 
 
 def passes(engine: Engine) -> dict[str, Any]:
-    """How passes run on a CPU: compiled or the model's own, and which matrices in how many bits."""
+    """How passes run on a CPU: compiled or by the model's own forward, and which matrices are quantized to what."""
     from depthdecay.cpu.compiled_stack import CompiledLayerStack
     from depthdecay.cpu.supported_models import OtherForm, form_of
     from depthdecay.cpu.threads import threads
@@ -99,11 +99,11 @@ def passes(engine: Engine) -> dict[str, Any]:
         form_of(engine.stack)
     except OtherForm as reason:
         return {"compiled": False, "why": str(reason)}
-    return {"compiled": False, "why": "there is no compiled code here, or it gave other results"}
+    return {"compiled": False, "why": "compiled passes cannot be built here, or their results did not match"}
 
 
 def measured_fidelity(loaded: LoadedModel, prompts: int, quiet: bool) -> dict[str, Any]:
-    """KL and agreement of both settings against the model as loaded."""
+    """KL and agreement of int8 and int4, compared with the model as loaded."""
     from depthdecay.cli.show import working
     from depthdecay.evaluation.quantization_loss import measure_rounding
 
@@ -112,12 +112,12 @@ def measured_fidelity(loaded: LoadedModel, prompts: int, quiet: bool) -> dict[st
 
 
 def attention_kinds(windows: tuple[int | None, ...]) -> list[dict[str, int | None]]:
-    """How many layers see everything (window null), and how many a window of which size."""
+    """How many layers attend to everything (window null), and how many to a window of each size."""
     return [{"layers": count, "window": window} for window, count in Counter(windows).items()]
 
 
 def default_ladder(model: str, num_layers: int) -> dict[str, Any] | None:
-    """What is dropped, in which order, by --speedup alone; null for models too small to have flex layers."""
+    """The drop order that --speedup alone uses; null for models too small to have flex layers."""
     shipped = shipped_plan(model)
     if shipped is not None:
         return _ladder_facts("calibrated", shipped.ladder)
@@ -132,7 +132,7 @@ def _ladder_facts(order: str, ladder: Ladder) -> dict[str, Any]:
 
 
 def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
-    """Ideal figures over so many tokens; `bench` measures how much of them arrives."""
+    """Ideal savings over this many tokens; `bench` measures how much of them is realised."""
     from depthdecay.model.costs import cost_speedup
     from depthdecay.model.kv_cache import rooms
     from depthdecay.runners.kv_blocks import BLOCK, blocks_for
@@ -160,11 +160,12 @@ def plan_savings(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
 
 
 def print_facts(facts: dict[str, Any], with_ladder: bool) -> None:
-    """Without the ladder where a plan follows, which has its own."""
+    """Prints the model's facts, without the default ladder if a plan follows, which has its own."""
     sizes = sorted(set(facts["layer_bytes"]))
     layer = size_words(sizes[0]) if len(sizes) == 1 else f"{size_words(sizes[0])} to {size_words(sizes[-1])}"
     kinds = (
-        f"{kind['layers']} layers see " + ("everything" if kind["window"] is None else f"a window of {kind['window']}")
+        f"{kind['layers']} layers attend to "
+        + ("everything" if kind["window"] is None else f"a window of {kind['window']}")
         for kind in facts["attention"]
     )
     rows = {
@@ -173,36 +174,36 @@ def print_facts(facts: dict[str, Any], with_ladder: bool) -> None:
         "layers": f"{facts['num_layers']}, {layer} each",
         "hidden size": str(facts["hidden_size"]),
         "parameters": f"{facts['parameters'] / 1e6:,.1f} million",
-        "output matrix": size_words(facts["head_bytes"]),
+        "LM head": size_words(facts["head_bytes"]),
         "attention": ", ".join(kinds),
         "context": f"{facts['context_limit']} tokens" if facts["context_limit"] else "no limit set",
         "dtype": facts["dtype"],
         "device": facts["device"],
         "passes": passes_words(facts["passes"]),
         "chat template": "yes" if facts["chat_template"] else "no",
-        "default mode": "lossless: the full model's own answer, drafted where that pays",
+        "default mode": "lossless: the full model's answer, with speculative decoding where it pays off",
     }
     if with_ladder:
         ladder = facts["default_ladder"]
         rows["default ladder"] = ladder_words(ladder) if ladder else "none: too few layers to drop any"
     if facts["passes"].get("quantized") and facts["passes"]["quantized"]["own_precision"]:
-        rows["own precision"] = ", ".join(facts["passes"]["quantized"]["own_precision"])
+        rows["not quantized"] = ", ".join(facts["passes"]["quantized"]["own_precision"])
     for setting, figures in facts.get("fidelity", {}).get("settings", {}).items():
-        words = f"KL {figures['kl']:.2g}, agreement {figures['agreement']:.4f} against {facts['fidelity']['against']}"
+        words = f"KL {figures['kl']:.2g}, agreement {figures['agreement']:.4f} with {facts['fidelity']['against']}"
         rows[f"fidelity of {setting}"] = f"{words} ({facts['fidelity']['prompts']} prompts)"
     _print_rows(rows)
 
 
 def passes_words(passes: dict[str, Any]) -> str:
     if not passes["compiled"]:
-        return "the model's own" + (f": {passes['why']}" if passes["why"] else "")
+        return "the model's own forward" + (f": {passes['why']}" if passes["why"] else "")
     words = f"compiled, {passes['threads']} threads"
     quantized = passes["quantized"]
     if quantized is None:
-        return f"{words}, weights as they are"
+        return f"{words}, weights not quantized"
     kinds = ", ".join(f"{count} matrices in {kind}" for kind, count in quantized["matrices"].items())
     kept = quantized["blocks_of_the_file"]
-    return f"{words}, {kinds}" + (f" ({kept} of them the file's own blocks)" if kept else "")
+    return f"{words}, {kinds}" + (f" ({kept} of them with the file's own quantized blocks)" if kept else "")
 
 
 def ladder_words(ladder: dict[str, Any]) -> str:
@@ -222,10 +223,10 @@ def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
             "plan": plan.describe(),
             "ladder": ladder_words(_ladder_facts(ladder_order(plan), plan.ladder)),
             f"depth over {tokens} tokens": f"{table[0]['depth']} to {table[-1]['depth']}, "
-            f"on average {savings['average_depth']:.2f} of {plan.num_layers}",
+            f"average {savings['average_depth']:.2f} of {plan.num_layers}",
             "layer speed-up": f"{savings['layer_speedup']:.3f}x",
-            "cost speed-up": f"{savings['cost_speedup']:.3f}x (bytes of weights read, with the output matrix)",
-            "keys and values": f"{size_words(saved)} of {size_words(full)} saved ({PROMPT_TOKENS} tokens of prompt)",
+            "cost speed-up": f"{savings['cost_speedup']:.3f}x (bytes of weights read, LM head included)",
+            "KV cache": f"{size_words(saved)} of {size_words(full)} saved (with a prompt of {PROMPT_TOKENS} tokens)",
         }
     )
     if console.is_terminal:
@@ -234,10 +235,10 @@ def print_savings(plan: Plan, savings: dict[str, Any]) -> None:
 
 
 def ladder_order(plan: Plan) -> str:
-    """Where a plan's order of layers comes from."""
+    """Where a plan's drop order comes from."""
     if "calibration" in plan.notes:
         return "calibrated"
-    return "middle-out" if plan.ladder.is_guess else "as the plan says"
+    return "middle-out" if plan.ladder.is_guess else "given by the plan"
 
 
 def _print_rows(rows: dict[str, str]) -> None:
@@ -256,7 +257,7 @@ def _print_rows(rows: dict[str, str]) -> None:
 
 
 def size_words(size: int) -> str:
-    """Bytes for people, in the decimal units that bandwidths are given in."""
+    """Bytes in readable form, in the decimal units used for bandwidths."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

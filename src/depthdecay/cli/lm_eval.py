@@ -1,4 +1,4 @@
-"""`depthdecay lm-eval`: lm-evaluation-harness on a model that decodes with depth decay; its own flags pass through."""
+"""`depthdecay lm-eval`: lm-evaluation-harness on our engine; the harness's own flags are passed through."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def lm_eval(
         str | None, typer.Option(metavar="PATH", help=f"GSM8K's test.jsonl, for {_ZERO_SHOT} and {_FEW_SHOT}.")
     ] = None,
 ) -> None:
-    """Score a model on tasks of lm-evaluation-harness, such as --tasks gsm8k --limit 50; takes all of its flags."""
-    opt.PlanOptions(plan, alpha, speedup, over)  # refused here, before lm-eval's slow start
+    """Run lm-evaluation-harness on a model, e.g. --tasks gsm8k --limit 50. Takes all of the harness's flags."""
+    opt.PlanOptions(plan, alpha, speedup, over)  # bad values are refused here, before lm-eval's slow start
     if importlib.util.find_spec("lm_eval") is None:
         raise DepthDecayError(f"lm-eval needs lm-evaluation-harness, which is not installed; {install('eval')}")
     arguments = _parse(context.args)
@@ -63,7 +63,7 @@ def lm_eval(
 
 
 def _parse(words: list[str]) -> Namespace:
-    """lm-eval's own parser, which reads sys.argv and explains itself in a page of usage; we keep its last line."""
+    """lm-eval's own parser, which reads sys.argv. Of its page of usage, only the last line, the error, is kept."""
     before, sys.argv = sys.argv, ["lm-eval", "run", "--model", "depthdecay", *words]
     said = io.StringIO()
     try:
@@ -71,13 +71,13 @@ def _parse(words: list[str]) -> Namespace:
             return lm_eval_command_line().parse_args()
     except SystemExit:
         reason = (said.getvalue().strip().splitlines() or [""])[-1].partition("error: ")[2]
-        raise DepthDecayError(f"lm-eval does not take this: {reason}") from None
+        raise DepthDecayError(f"lm-eval does not accept these arguments: {reason}") from None
     finally:
         sys.argv = before
 
 
 def _choose_tasks(arguments: Namespace, data: str | None) -> None:
-    """Make the local tasks known, and check their files now: lm-eval takes long to come to them."""
+    """Register the local tasks, and check their files now: lm-eval would take long to get to them."""
     if data is not None and not arguments.tasks:
         arguments.tasks = [_ZERO_SHOT]
     local = {_ZERO_SHOT, _FEW_SHOT} & set(arguments.tasks or ())
@@ -87,9 +87,9 @@ def _choose_tasks(arguments: Namespace, data: str | None) -> None:
         return
     test, train = find_files(data)
     if _ZERO_SHOT in local and arguments.num_fewshot:
-        raise DepthDecayError(f"--num_fewshot was given, but {_ZERO_SHOT} shows no examples; take {_FEW_SHOT}")
+        raise DepthDecayError(f"--num_fewshot was given, but {_ZERO_SHOT} is zero-shot; use {_FEW_SHOT}")
     if _FEW_SHOT in local and train is None:
-        raise DepthDecayError(f"examples come from train.jsonl, which is not beside '{test}'; put it there")
+        raise DepthDecayError(f"few-shot examples come from train.jsonl, which is not next to '{test}'; put it there")
     for file in (test, train):
         if file is not None:
             read_problems(file)
@@ -100,10 +100,10 @@ def _choose_tasks(arguments: Namespace, data: str | None) -> None:
 def _run(arguments: Namespace, device: str | None) -> None:
     from lm_eval.utils import setup_logging
 
-    import depthdecay.integrations.lm_eval.model  # noqa: F401  registers itself: lm-eval looks for no models elsewhere
+    import depthdecay.integrations.lm_eval.model  # noqa: F401  registers itself: lm-eval does not search for models
     from depthdecay.model.devices import choose_device
 
-    arguments.device = str(choose_device(device))  # where nobody says, lm-eval says cuda:0
+    arguments.device = str(choose_device(device))  # lm-eval would default to cuda:0
     setup_logging()
     try:
         lm_eval_command_line().execute(arguments)
@@ -114,6 +114,6 @@ def _run(arguments: Namespace, device: str | None) -> None:
 
 
 def _raised_by_lm_eval(error: Exception) -> bool:
-    """Whether lm-eval itself refused something; an error from deeper down is a fault, whose traceback is wanted."""
+    """Whether lm-eval itself refused something; an error from deeper down is a bug and should show its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "lm_eval"

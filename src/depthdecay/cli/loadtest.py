@@ -1,4 +1,4 @@
-"""`depthdecay loadtest`: load on a running server, measured and checked."""
+"""`depthdecay loadtest`: put load on a running server, measure it, and check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from depthdecay.plan.schedule import exact_alpha
 
 def loadtest(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    requests: Annotated[int, typer.Option("--requests", "-r")] = 100,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", help="Requests at a time, at most.")] = 32,
-    arrival: Annotated[str, typer.Option(metavar="closed|poisson", help="A next one when one ends, or by chance.")] = (
-        "closed"
-    ),
-    rate: Annotated[float, typer.Option(help="Requests a second, for poisson.")] = 2.0,
-    max_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS)] = 128,
+    requests: Annotated[int, typer.Option("--requests", "-r", help="Requests to send.")] = 100,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", help="Most requests in flight.")] = 32,
+    arrival: Annotated[
+        str, typer.Option(metavar="closed|poisson", help="closed: send one when one ends. poisson: at random times.")
+    ] = "closed",
+    rate: Annotated[float, typer.Option(help="Requests per second, for poisson.")] = 2.0,
+    max_tokens: Annotated[int, typer.Option(*opt.MAX_NEW_TOKENS, help="Longest answer, in tokens.")] = 128,
     mode: Annotated[
         list[str] | None,
-        typer.Option(metavar="full|decay|lossless", help="Dealt out at random where repeated; else the server's."),
+        typer.Option(metavar="full|decay|lossless", help="If repeated, chosen at random (default: the server's)."),
     ] = None,
     alpha: Annotated[list[str] | None, typer.Option(metavar="NUMBER", help="Decay with this α; repeatable.")] = None,
-    speedup: Annotated[list[str] | None, typer.Option(metavar="NUMBER", help="Decay to this; repeatable.")] = None,
-    over: Annotated[int | None, typer.Option(help="Tokens over which --speedup is the average.")] = None,
-    hang_up: Annotated[float, typer.Option(metavar="SHARE", help="Clients that go away in the middle.")] = 0.0,
+    speedup: Annotated[list[str] | None, typer.Option(metavar="NUMBER", help="Layer speed-up; repeatable.")] = None,
+    over: Annotated[int | None, typer.Option(help="Average --speedup over this many tokens.")] = None,
+    hang_up: Annotated[float, typer.Option(metavar="SHARE", help="Share of clients that disconnect midway.")] = 0.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="For prompts, depths, arrival times and disconnects.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 600.0,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Load a server on another machine.")] = False,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Allow a server on another machine.")] = False,
     json_file: opt.JsonFile = None,
 ) -> None:
-    """Ask a running server many things at once. The key, if any, is read from $DEPTHDECAY_API_KEY."""
+    """Load-test a running server. The API key, if any, is read from $DEPTHDECAY_API_KEY."""
     from depthdecay.result_files import require_writable, write_result
 
     load = Load(
@@ -71,12 +71,12 @@ def loadtest(
 
 
 def depths_of(modes: list[str], alphas: list[str], speedups: list[str], over: int | None) -> tuple[dict[str, Any], ...]:
-    """What requests may say about depth; nothing leaves it to the server."""
+    """The depth settings that requests choose from; an empty one leaves the choice to the server."""
     for mode in modes:
         if mode not in ("full", "decay", "lossless"):
             raise DepthDecayError(f"--mode is {mode!r}; expected full, decay or lossless")
     if over is not None and not speedups:
-        raise DepthDecayError("--over says what --speedup is averaged over, and was given without it")
+        raise DepthDecayError("--over was given without --speedup, which it averages; add --speedup")
     average = {} if over is None else {"over_tokens": over}
     chosen: list[dict[str, Any]] = [{"mode": mode} for mode in modes]
     chosen += [{"alpha": float(exact_alpha(alpha))} for alpha in alphas]
@@ -88,7 +88,7 @@ def show(report: LoadReport) -> None:
     figures = report.figures()
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
-        "requests": f"{figures['requests']} in {figures['seconds']:.1f} s, {figures['whole']} answered whole",
+        "requests": f"{figures['requests']} in {figures['seconds']:.1f} s, {figures['whole']} completed",
         "throughput": f"{figures['tokens_per_second']:.1f} tokens/s, {figures['requests_per_second']:.2f} requests/s",
         "first token": _line(figures["first_token_ms"]),
         "per token": _line(figures["per_token_ms"]),
@@ -96,7 +96,7 @@ def show(report: LoadReport) -> None:
     if figures["layer_speedup"]:
         rows["layer speed-up"] = f"{figures['layer_speedup']:.3f}"
     if figures["hung_up"]:
-        rows["hung up"] = str(figures["hung_up"])
+        rows["disconnected"] = str(figures["hung_up"])
     held = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in figures["left_behind"].items() if value)
     rows["left behind"] = held or "nothing"
     rows["errors"] = ", ".join(f"{kind}: {count}" for kind, count in figures["errors"].items()) or "none"

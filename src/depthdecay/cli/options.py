@@ -1,4 +1,4 @@
-"""Options that several sub-commands share, and what is made of them: a plan, a loaded model."""
+"""Options shared by several sub-commands, and what is built from them: a plan, a loaded model."""
 
 from __future__ import annotations
 
@@ -31,46 +31,53 @@ _model, _plan, _text, _output = (
 )
 
 Model = Annotated[str, _model("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.")]
-Device = Annotated[str | None, _model(help="cpu, cuda, cuda:N or mps; the fastest there is.")]
+Device = Annotated[str | None, _model(help="cpu, cuda, cuda:N or mps (default: the fastest available).")]
 Dtype = Annotated[str | None, _model(help="bf16, fp16, fp32 or auto.")]
 Compile = Annotated[
-    bool | None, _model("--compile/--no-compile", help="Compile the layers, as on CUDA: slower to start, faster after.")
+    bool | None,
+    _model("--compile/--no-compile", help="Compile the layers: starts slower, runs faster (default: on CUDA)."),
 ]
 Quantize = Annotated[
-    str | None, _model(metavar="none|int8|int4", help="Weights on a CPU; of the embedded model its file's own 4 bits.")
+    str | None,
+    _model(
+        metavar="none|int8|int4",
+        help="Quantize the weights on a CPU (default: none; the embedded model runs its file's own 4 bits).",
+    ),
 ]
-Threads = Annotated[int | None, _model(metavar="N", help="Threads on a CPU; a core each.")]
-TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Run code that the model ships.")]
-AllowOtherWeights = Annotated[bool, _plan("--allow-other-weights", help="Use a plan made for other weights.")]
+Threads = Annotated[int | None, _model(metavar="N", help="CPU threads (default: one per core).")]
+TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Run code shipped with the model.")]
+AllowOtherWeights = Annotated[
+    bool, _plan("--allow-other-weights", help="Use a plan that was calibrated for other weights.")
+]
 
 PlanPath = Annotated[
-    str | None, _plan("--plan", help="A plan: a file, a folder, a Hugging Face repository, or default.")
+    str | None, _plan("--plan", help='A plan: a file, a folder, a Hugging Face repository, or "default".')
 ]
 # Text, not float: alpha means the decimal that was typed.
 Alpha = Annotated[str | None, _plan(metavar="NUMBER", help="Token i runs floor(L·α^i) layers; 0 < α ≤ 1.")]
-Speedup = Annotated[str | None, _plan(metavar="NUMBER", help="Layers at full depth over layers executed.")]
-Over = Annotated[int | None, _plan(help="Tokens over which --speedup is the average.")]
-WarmupTokens = Annotated[int | None, _plan(help="Tokens at full depth before decay.")]
+Speedup = Annotated[str | None, _plan(metavar="NUMBER", help="Layer speed-up: run this many times fewer layers.")]
+Over = Annotated[int | None, _plan(help="Average --speedup over this many tokens.")]
+WarmupTokens = Annotated[int | None, _plan(help="Tokens at full depth before the decay begins.")]
 Mode = Annotated[
     str | None,
     _plan(
         metavar="full|decay|lossless",
-        help="full ignores the plan; lossless only drafts by it, and says what full depth would.",
+        help="full: ignore the plan. decay: follow it. lossless: draft with it, verify at full depth.",
     ),
 ]
 MAX_NEW_TOKENS = ("--max-new-tokens", "-n")
-MaxNewTokens = Annotated[int | None, _text(*MAX_NEW_TOKENS)]
+MaxNewTokens = Annotated[int | None, _text(*MAX_NEW_TOKENS, help="Longest answer, in tokens.")]
 System = Annotated[str | None, _text(help="A system prompt, for chat models.")]
 
-ShowDepth = Annotated[bool, _output("--show-depth", help="Draw the tokens' depths; in a terminal also in colours.")]
+ShowDepth = Annotated[bool, _output("--show-depth", help="Plot each token's depth; in a terminal, also colour it.")]
 Json = Annotated[bool, _output("--json", help="Print one JSON object.")]
 JSON_FILE = "--json-file"
-JsonFile = Annotated[str | None, _output(JSON_FILE, metavar="FILE", help="Write a result file.")]
-Quiet = Annotated[bool, _output("--quiet", "-q", help="Only the text.")]
+JsonFile = Annotated[str | None, _output(JSON_FILE, metavar="FILE", help="Write the results to this JSON file.")]
+Quiet = Annotated[bool, _output("--quiet", "-q", help="Print only the answer.")]
 
 
 def grouped(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Lets a command take dataclasses of options: typer is shown their fields, but for those that are left out."""
+    """Lets a command take dataclasses of options: typer sees their fields, except those in `left_out`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         shown: list[inspect.Parameter] = []
@@ -105,22 +112,22 @@ def grouped(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The depth options as typed. Checked at once, before a model is loaded; a plan needs its number of layers."""
+    """The depth options as typed. Checked at once, before a model is loaded; a plan needs the model's layer count."""
 
     path: PlanPath = None
     alpha: Alpha = None
     speedup: Speedup = None
     over: Over = None
     warmup_tokens: WarmupTokens = None
-    core_head: Annotated[int | None, _plan(help="First layers that always run [2].")] = None
-    core_tail: Annotated[int | None, _plan(help="Last layers that always run [2].")] = None
-    min_layers: Annotated[int | None, _plan(help="The depth never falls below this.")] = None
+    core_head: Annotated[int | None, _plan(help="First layers that always run (default: 2).")] = None
+    core_tail: Annotated[int | None, _plan(help="Last layers that always run (default: 2).")] = None
+    min_layers: Annotated[int | None, _plan(help="Never run fewer layers than this.")] = None
 
     def __post_init__(self) -> None:
         self.settings()  # refused here, before anything slow
 
     def settings(self, new_tokens: int | None = None) -> DepthSettings:
-        """By the library's names."""
+        """The same settings under the library's names."""
         given = {name: value for name, value in vars(self).items() if name not in ("path", "over")}
         return DepthSettings(plan=self.path, over_tokens=self.over, new_tokens=new_tokens, **given)
 
@@ -129,15 +136,15 @@ class PlanOptions:
         return self.settings().given
 
     def read(self, new_tokens: int | None = None) -> DepthSettings:
-        """By the library's names, with the plan file read."""
+        """The settings under the library's names, with the plan file read."""
         return self.settings(new_tokens).read()
 
     def load(self) -> Plan | None:
-        """The plan file, where one was given."""
+        """The plan file, if one was given."""
         return self.settings().stored()
 
     def choose(self, model: Any, name: str, stored: Plan | None, new_tokens: int | None) -> Plan | None:
-        """The plan for a loaded model, with the file that was read already."""
+        """The plan for a loaded model; `stored` is the plan file, already read."""
         from depthdecay.model.layers import LayerStack
 
         return replace(self.settings(new_tokens), plan=stored).choose(LayerStack.of(model), name)
@@ -145,7 +152,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, where, and how it may be run."""
+    """Which model, on which device, and how it runs."""
 
     model: Model = DEFAULT_MODEL
     device: Device = None
@@ -162,7 +169,7 @@ class ModelOptions:
             whole_number("--threads", self.threads, 1, MOST_THREADS)
 
     def load(self, quiet: bool = False) -> LoadedModel:
-        # The Hub shows bars of its own while it downloads, which a spinner would tear.
+        # The Hub shows its own progress bars while downloading; a spinner would garble them.
         is_local = self.model == DEFAULT_MODEL or expanded(self.model).exists()
         with working(f"loading {self.model} …", quiet=quiet, spinner=is_local) as say:
             settle(self.threads)
@@ -185,27 +192,27 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How an answer is drafted, picked and ended, by the engine's own names."""
+    """How an answer is drafted, sampled and stopped, under the engine's parameter names."""
 
     mode: Mode = None
     window: Annotated[
-        int | None, _plan(metavar="N", help="In lossless mode: the most drafts before a verification.")
+        int | None, _plan(metavar="N", help="Lossless mode: the most tokens drafted per verification.")
     ] = None
     lookup: Annotated[
         int | None,
         _plan(
             metavar="N",
-            help="In lossless mode: draft what followed the same words before, N of them at most [8]; 0 for none.",
+            help="Lossless mode: prompt lookup, matching up to N tokens (default: 8; 0: off).",
         ),
     ] = None
     max_new_tokens: MaxNewTokens = None
     seed: Annotated[int | None, _text(help="Makes sampling repeatable.")] = None
     temperature: Annotated[float | None, _text(help="0 is greedy.")] = None
-    top_k: Annotated[int | None, _text()] = None
-    top_p: Annotated[float | None, _text()] = None
-    min_p: Annotated[float | None, _text()] = None
-    repetition_penalty: Annotated[float | None, _text()] = None
-    stop: Annotated[list[str] | None, _text(help="End before this text; repeatable.")] = None
+    top_k: Annotated[int | None, _text(help="Sample from the k likeliest tokens.")] = None
+    top_p: Annotated[float | None, _text(help="Sample from the likeliest tokens up to this total probability.")] = None
+    min_p: Annotated[float | None, _text(help="Drop tokens below this share of the top probability.")] = None
+    repetition_penalty: Annotated[float | None, _text(help="Above 1 makes repeated tokens less likely.")] = None
+    stop: Annotated[list[str] | None, _text(help="Stop before this text; repeatable.")] = None
 
 
 def open_engine(
@@ -217,11 +224,11 @@ def open_engine(
     quiet: bool = False,
     allow_other_weights: bool = False,
 ) -> tuple[LoadedModel, Engine]:
-    """Everything that can be refused without the model is refused first."""
+    """Load the model and open an engine. Whatever can be refused without the model is refused first."""
     at_least(1, max_new_tokens=new_tokens)
     require_mode(mode)
     if mode == "decay" and not plan.given:
-        raise DepthDecayError("--mode decay needs to know how deep; add --plan, --alpha or --speedup")
+        raise DepthDecayError("--mode decay needs a depth setting; add --plan, --alpha or --speedup")
     depth = plan.read(new_tokens)
     loaded = model.load(quiet)
     with working("preparing …", quiet=quiet) as say:
@@ -229,19 +236,19 @@ def open_engine(
 
 
 def shallowest_depth(engine: Engine, new_tokens: int | None) -> int:
-    """Where the colours end. They are chosen before the text is there, so by the longest that it may become."""
+    """The depth at the end of the colour scale. Colours are fixed before the text exists, so for its maximum length."""
     return (engine.plan or engine.full_plan).depth((new_tokens or DEFAULT_OVER) - 1)
 
 
 def at_least(least: int, **options: int | None) -> None:
-    """Refuse what was given, by the option's name, and is smaller."""
+    """Refuse options whose value is smaller than `least`."""
     for name, value in options.items():
         if value is not None:
             whole_number(f"--{name.replace('_', '-')}", value, least)
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """A plan for JSON output; the sample of weights is for machines and thousands of numbers long."""
+    """A plan for JSON output, without the sample of weights, which is thousands of values long."""
     values = plan.to_dict()
     if values["model"] is not None:
         values["model"] = {name: value for name, value in values["model"].items() if name != "fingerprint"}

@@ -1,4 +1,4 @@
-"""What a command that takes long sets for its whole process, before the library runs."""
+"""Process-wide settings of a long-running command, made before the library runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from depthdecay.garbage import freeze_for_good
 
 
 def settle(threads: int | None = None) -> None:
-    """Load the large libraries, whose objects stay; take so many threads; keep advice to programmers to ourselves."""
+    """Import the large libraries, set the number of threads, and silence transformers' advice to programmers."""
     with no_collection():
         from transformers.utils import logging
 
@@ -23,7 +23,7 @@ def settle(threads: int | None = None) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """While libraries load, whose objects stay: collections find nothing among them, neither now nor at each step."""
+    """No garbage collection during imports. Imported objects are never freed, so freeze them: no later scan either."""
     gc.disable()
     try:
         yield

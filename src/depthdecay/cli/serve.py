@@ -1,4 +1,4 @@
-"""`depthdecay serve`: the OpenAI API and a page to watch, over one batch of requests at mixed depths."""
+"""`depthdecay serve`: an OpenAI-compatible server with a live page; requests at mixed depths share one batch."""
 
 from __future__ import annotations
 
@@ -25,51 +25,55 @@ def serve(
     model: opt.ModelOptions,
     plan: opt.PlanOptions,
     allow_other_weights: opt.AllowOtherWeights = False,
-    host: Annotated[str, _server(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, _server()] = 8000,
-    served_name: Annotated[str | None, _server(help="The model's name in the API; else as given.")] = None,
-    api_key: Annotated[str | None, _server(help=f"What clients must send; better in ${KEY_VARIABLE}.")] = None,
-    api_key_file: Annotated[str | None, _server(help="Read the key from a file.")] = None,
+    host: Annotated[str, _server(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _server(help="Port to listen on.")] = 8000,
+    served_name: Annotated[str | None, _server(help="The model's name in the API (default: as in --model).")] = None,
+    api_key: Annotated[str | None, _server(help=f"Key that clients must send; safer in ${KEY_VARIABLE}.")] = None,
+    api_key_file: Annotated[str | None, _server(help="Read the API key from a file.")] = None,
     allowed_host: Annotated[
-        list[str] | None, _server(help="A name that clients may call the server by; repeatable. '*': any.")
+        list[str] | None, _server(help="A host name that clients may use in requests; repeatable. '*': any.")
     ] = None,
     control_tokens_in_content: Annotated[
         bool,
         _server(
             "--control-tokens-in-content",
-            help="Read <|im_end|> and the like in a message as control tokens; else they are text.",
+            help="Read <|im_end|> and the like in a message as control tokens (default: as plain text).",
         ),
     ] = False,
-    cors_origin: Annotated[list[str] | None, _server(help="A site whose pages may ask; repeatable.")] = None,
+    cors_origin: Annotated[list[str] | None, _server(help="A CORS origin to allow; repeatable.")] = None,
     exact: Annotated[
         bool,
         _server(
             "--exact",
-            help="Give every answer, to the last bit, what it gives alone; refused where our CUDA kernels cannot.",
+            help="Batch-invariant answers, bitwise the same as alone; refused where our CUDA kernels cannot do it.",
         ),
     ] = False,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,
-    max_waiting: Annotated[int, _limit(help="Sequences that may wait.")] = 256,
+    max_waiting: Annotated[int, _limit(help="Sequences that may queue.")] = 256,
     prefill_tokens: Annotated[
-        int | None, _limit(help="Prompt tokens read between two steps; else 64, on CUDA 1024.")
+        int | None, _limit(help="Prompt tokens prefilled between two decode steps (default: 64; on CUDA 1024).")
     ] = None,
-    cohort_ms: Annotated[float, _limit(help="The longest wait for requests of the same age; 0: never wait.")] = 20.0,
+    cohort_ms: Annotated[
+        float, _limit(help="Longest wait for new requests to start together; 0: start at once.")
+    ] = 20.0,
     cache_gb: Annotated[
-        float | None, _limit(help="For keys and values; else for whole texts, up to half of what is free.")
+        float | None, _limit(help="KV cache size (default: enough for a full batch, at most half the free memory).")
     ] = None,
-    max_positions: Annotated[int | None, _limit(help="Longest prompt and answer; else the model's.")] = None,
+    max_positions: Annotated[
+        int | None, _limit(help="Longest prompt and answer together (default: the model's context).")
+    ] = None,
     draft_rows: Annotated[
-        int, _limit(help="Lossless requests draft up to so many rows in a step, drafts counted. 1: never.")
+        int, _limit(help="Lossless requests draft while a step has at most this many rows, drafts included. 1: never.")
     ] = 64,
-    max_body_kb: Annotated[int, _limit(help="Largest request.")] = 1024,
+    max_body_kb: Annotated[int, _limit(help="Largest request body, in kB.")] = 1024,
     timeout: Annotated[float, _limit(help="Seconds for one request.")] = 600.0,
     client_timeout: Annotated[
-        float, _limit(help="Seconds for a client to send a request, to read on, and between requests.")
+        float, _limit(help="Seconds a client may take to send a request or to read, or stay idle between requests.")
     ] = 30.0,
-    max_connections: Annotated[int, _limit(help="Connections; beyond, the longest idle makes room.")] = 512,
-    grace: Annotated[int, _limit(help="Seconds to finish in after SIGTERM.")] = 60,
+    max_connections: Annotated[int, _limit(help="Most connections; above that, the longest idle is closed.")] = 512,
+    grace: Annotated[int, _limit(help="Seconds to finish requests after SIGTERM.")] = 60,
 ) -> None:
-    """Serve a model behind the OpenAI API; a page to watch it is at /."""
+    """Serve a model with the OpenAI API. A page at / shows it at work."""
     key = read_key(api_key, api_key_file)
     whole_number("--port", port, 0, 65535)
     opt.at_least(1, max_body_kb=max_body_kb)
@@ -89,10 +93,10 @@ def serve(
     hosts = allowed_hosts(host, allowed_host or ())
     limits = ConnectionLimits(max_connections, client_timeout, timeout)
     limits = replace(limits, max_connections=most_connections(max_connections))
-    sockets = bind(host, port)  # what is in use is told before a model is loaded
+    sockets = bind(host, port)  # first, so that a port in use is reported before a model is loaded
     loaded, engine = opt.open_engine(model, plan, None, allow_other_weights=allow_other_weights)
     if engine.tokenizer is None:
-        raise DepthDecayError("this model has no tokenizer, and a server speaks text")
+        raise DepthDecayError("this model has no tokenizer, which serving needs; add its tokenizer files to the model")
     from depthdecay.batching.batcher import Batcher, BatchSettings
     from depthdecay.serve.app import ServeSettings, make_app
     from depthdecay.serve.worker import Worker
@@ -106,7 +110,7 @@ def serve(
         draft_rows=draft_rows,
         exact=exact,
     )
-    with working("compiling layers and trying them …" if exact else "making room for keys and values …"):
+    with working("compiling layers and testing exactness …" if exact else "allocating the KV cache …"):
         worker = Worker(Batcher(engine, settings), max_waiting=max_waiting, timeout_seconds=timeout)
     app = make_app(
         worker,
@@ -123,7 +127,7 @@ def serve(
 
 
 def read_key(given: str | None, file: str | None) -> str | None:
-    """From the option, the file or the environment, in this order; an empty one is a mistake, never an open door."""
+    """The key from the option, the file or the environment, in this order. An empty key is an error, never "no key"."""
     if given is not None and file is not None:
         raise DepthDecayError("--api-key and --api-key-file were given together; use one")
     if file is not None:

@@ -1,4 +1,4 @@
-"""Terminal drawing: streamed text, depth colours and curves, spinners; all of it silent or plain when piped."""
+"""Terminal output: streamed text, depth colours and curves, spinners; all of it plain or silent when piped."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from depthdecay.errors import UnwrittenResultError
 if TYPE_CHECKING:
     from depthdecay.engine.result import Piece, Result
 
-# Full depth first. Of middling brightness, so that they read on dark and on light backgrounds.
+# Full depth first. Medium brightness, readable on dark and on light backgrounds.
 _GRADIENT = ((59, 130, 246), (20, 160, 140), (202, 138, 4), (220, 80, 40))
-SLOW_SECONDS = 3.0  # after which a step is told of also where nobody watches a spinner
+SLOW_SECONDS = 3.0  # without a terminal, steps that take longer than this are printed
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -30,12 +30,12 @@ def out_console() -> Console:
 
 
 def err_console() -> Console:
-    # The stream of this moment: where a library's own bars are hidden, stderr goes elsewhere for a while.
+    # The current sys.stderr: it is redirected for a while when a library's own progress bars are hidden.
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
 def figures_table(*headings: str, no_wrap: bool = False) -> Table:
-    """A table without lines. A column of figures has a heading, a column of names none."""
+    """A table without lines. Columns of figures have a heading, columns of names have none."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=no_wrap and bool(heading))
@@ -43,7 +43,7 @@ def figures_table(*headings: str, no_wrap: bool = False) -> Table:
 
 
 def depth_style(depth: int, shallowest: int, num_layers: int) -> str:
-    """A colour between full depth and the shallowest that the text will reach."""
+    """A colour for a depth, on a scale from full depth to the shallowest that the text will reach."""
     span = max(1, num_layers - shallowest)
     place = min(1.0, max(0.0, (num_layers - depth) / span)) * (len(_GRADIENT) - 1)
     low = min(int(place), len(_GRADIENT) - 2)
@@ -52,14 +52,14 @@ def depth_style(depth: int, shallowest: int, num_layers: int) -> str:
 
 
 class TextPrinter:
-    """Writes pieces as they come: raw when piped, without control characters and perhaps coloured in a terminal."""
+    """Writes pieces as they come: raw when piped; in a terminal without control characters, and optionally coloured."""
 
     def __init__(self, num_layers: int, shallowest: int, *, colour: bool = False) -> None:
         self.console = out_console()
         self.num_layers = num_layers
         self.shallowest = shallowest
         self.colour = colour
-        self.at_line_start = False  # an empty answer is a line too
+        self.at_line_start = False  # an empty answer still gets its newline
 
     def write(self, piece: Piece) -> None:
         self.at_line_start = piece.endswith("\n")
@@ -67,7 +67,7 @@ class TextPrinter:
             sys.stdout.write(piece)
             sys.stdout.flush()
             return
-        # A model's text must not be able to move the cursor or rename the window.
+        # The model's output must not move the cursor or rename the window.
         safe = "".join(c for c in piece if c in "\n\t" or c.isprintable())
         style = depth_style(piece.depth, self.shallowest, self.num_layers) if self.colour else ""
         self.console.print(Text(safe, style=style), end="")
@@ -80,7 +80,7 @@ class TextPrinter:
 
 
 def depth_curve(depths: Sequence[int], num_layers: int, shallowest: int, width: int, height: int = 6) -> Text:
-    """Depth over position, from 0 up, so that the empty part is what was saved; colours as in the text."""
+    """Depth by position, from 0 up, so that the empty part is what was saved; colours as in the text."""
     label = len(str(num_layers))
     columns = max(1, min(len(depths), width - label - 3))
     # Each column shows the mean of its share of the text.
@@ -108,7 +108,7 @@ def depth_curve(depths: Sequence[int], num_layers: int, shallowest: int, width: 
 
 
 def depth_legend(depths: Sequence[int], num_layers: int, shallowest: int) -> Text:
-    """Which colour is which depth: about eight steps."""
+    """Which colour is which depth, in about eight steps."""
     visited = sorted(set(depths), reverse=True)
     step = -(-len(visited) // 8)
     shown = visited[::step]
@@ -122,19 +122,19 @@ def depth_legend(depths: Sequence[int], num_layers: int, shallowest: int) -> Tex
 
 
 def summary(result: Result) -> str:
-    """What an answer took, on one line."""
+    """Speed and layers of an answer, on one line."""
     words = [f"{len(result.token_ids)} tokens"]
     if result.ms_per_token:
         words.append(f"{1000 / result.ms_per_token:.1f} tokens/s")
     words.append(f"{result.layers_executed} of {result.layers_full} layers")
     words.append(f"layer speed-up {result.layer_speedup:.2f}x")
     if result.mode == "lossless":
-        words.append(f"{result.accepted} of {result.drafted} drafts kept, {result.verifications} verifications")
+        words.append(f"{result.accepted} of {result.drafted} drafts accepted, {result.verifications} verifications")
     return " · ".join(words)
 
 
 def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
-    """After an answer, on stderr: what it took and how deep it went, if asked for; to a terminal the former anyway."""
+    """The summary after an answer, on stderr, with the depth curve if requested; unrequested only in a terminal."""
     console = err_console()
     if not result.depths or not (console.is_terminal or show_depth):
         return
@@ -147,7 +147,7 @@ def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:
 
 @contextmanager
 def shown_even_unwritten(show: Callable[[Any], None]) -> Iterator[None]:
-    """What was measured is shown also where its file cannot be written, and the error after it."""
+    """If the result file cannot be written, show what was measured before the error."""
     try:
         yield
     except UnwrittenResultError as error:
@@ -157,7 +157,7 @@ def shown_even_unwritten(show: Callable[[Any], None]) -> Iterator[None]:
 
 @contextmanager
 def going_on(how: str | None) -> Iterator[None]:
-    """Whoever interrupts what can be gone on with is told so."""
+    """On Ctrl-C, tell the user how the command can be resumed."""
     try:
         yield
     except KeyboardInterrupt:
@@ -170,10 +170,10 @@ def going_on(how: str | None) -> Iterator[None]:
 def working(
     message: str, *, quiet: bool = False, spinner: bool = True, lasting: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Says what takes long; the function given changes the message.
+    """Shows what is in progress; yields a function that changes the message.
 
-    Where there is no terminal, what takes minutes (`lasting`) is said line by line, since a log should show it, and
-    else only a step that has taken so long that one wonders.
+    Without a terminal, jobs of minutes (`lasting`) print every step on a line, for the log. Others print only steps
+    that are slow.
     """
     console = err_console()
     if quiet:
@@ -193,7 +193,7 @@ def working(
 
 
 class _SlowSteps:
-    """Prints a step's line once the step has taken some seconds. After the end nothing is a step any more."""
+    """Prints a step's line once the step has taken some seconds. After the block, steps are ignored."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line

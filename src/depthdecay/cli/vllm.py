@@ -1,4 +1,4 @@
-"""`depthdecay vllm serve`: vLLM's API server with depth decay; its own flags pass through."""
+"""`depthdecay vllm serve`: vLLM's API server with depth decay; vLLM's own flags are passed through."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from depthdecay.files import expanded
 from depthdecay.integrations.vllm import ARCHITECTURES, check_version
 from depthdecay.plan.file import local_plan
 
-app = typer.Typer(name="vllm", no_args_is_help=True, help="Depth decay inside vLLM, on one machine or many.")
+app = typer.Typer(name="vllm", no_args_is_help=True, help="Run vLLM with depth decay or with a learned drafter.")
 
 
 @app.callback()
 def _vllm() -> None:
-    """Depth decay inside vLLM, on one machine or many."""
+    """Run vLLM with depth decay or with a learned drafter."""
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -32,20 +32,21 @@ def serve(
         str | None,
         typer.Option(
             metavar="decay|lossless",
-            help="lossless: vLLM's own speculative decoding, with the plan's learned drafter.",
+            help="lossless: vLLM's speculative decoding, with the plan's learned drafter.",
             rich_help_panel="Depth",
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(metavar="N", help="In lossless mode: drafts a step [3].", rich_help_panel="Depth")
+        int | None,
+        typer.Option(metavar="N", help="Lossless mode: drafts per step (default: 3).", rich_help_panel="Depth"),
     ] = None,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
-    """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
+    """Serve a model with vLLM, e.g. serve M --plan plan/ --tensor-parallel-size 2. Takes all flags of vllm serve."""
     if mode not in (None, "decay", "lossless"):
-        raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless, or vllm serve itself for full depth")
+        raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless; for full depth, use vllm serve itself")
     if window is not None and mode != "lossless":
-        raise DepthDecayError("--window counts drafts, and was given without --mode lossless")
+        raise DepthDecayError("--window sets the drafts per step, and was given without --mode lossless")
     if mode == "lossless":
         _serve(_lossless_words(context.args, model, plan, window, allow_other_weights))
         return
@@ -64,7 +65,7 @@ def serve(
         settings["allow_other_weights"] = True
     stock = (config.architectures or ["an unknown architecture"])[0]
     if stock not in ARCHITECTURES:
-        raise DepthDecayError(f"{stock} is not served with depth decay; known are {', '.join(ARCHITECTURES)}")
+        raise DepthDecayError(f"{stock} does not support depth decay in vLLM; supported are {', '.join(ARCHITECTURES)}")
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
     eager = not _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
@@ -76,14 +77,14 @@ def serve(
 def _lossless_words(
     given: list[str], model: str, plan: opt.PlanOptions, window: int | None, allow_other_weights: bool
 ) -> list[str]:
-    """For the stock model, which the plug-in does not touch: drafts are a matter of vLLM's own settings."""
+    """vLLM's arguments for lossless mode. The plug-in is not involved: vLLM drafts with the exported head itself."""
     if plan.path is None or plan.speedup is not None:
         raise DepthDecayError("--mode lossless drafts with a plan's learned drafter; give --plan, and no --speedup")
     if _given(given, "--speculative-config", "--speculative_config"):
         raise DepthDecayError("--speculative-config is set by --mode lossless; leave one of them out")
     if _given(given, "--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"):
         raise DepthDecayError(
-            "a drafter shares the model's embeddings, which vLLM does not hand over in a pipeline of several stages; "
+            "a drafter shares the model's embeddings, which vLLM does not pass between pipeline stages; "
             "leave --pipeline-parallel-size out"
         )
     opt.at_least(1, window=window)
@@ -105,7 +106,7 @@ def _lossless_words(
 
 
 def _names(given: list[str], model: str, folder: str) -> list[str]:
-    """What clients call the model, where it lies elsewhere than its name says."""
+    """The served model name, if the model's files are somewhere other than its name says."""
     return [] if folder == model or _given(given, "--served-model-name") else ["--served-model-name", model]
 
 
@@ -134,14 +135,14 @@ def model_config(where: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(where)
-    except Exception as error:  # no such place, no such model, not reachable: all mean the same to the user
-        raise DepthDecayError(f"'{where}' is no model that can be read: {one_line(error)}") from None
+    except Exception as error:  # missing folder, unknown model, no network: the same to the user
+        raise DepthDecayError(f"'{where}' cannot be read as a model: {one_line(error)}") from None
 
 
 def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]:
     if options.path is not None:
         path = local_plan(options.path)
-        # Workers need not start in this folder.
+        # Workers may start in another folder.
         return {"plan": str(path.resolve()) if path.exists() else options.path}
     from depthdecay.integrations.vllm.settings import server_settings
 
@@ -150,7 +151,7 @@ def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]
 
 
 def _serve(words: list[str]) -> None:
-    """As vLLM's own command, which cannot start where the package is a build for CPUs under another name."""
+    """Like vLLM's own command, which fails to start when vLLM is a CPU build installed under another package name."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -171,7 +172,7 @@ def _serve(words: list[str]) -> None:
 
 
 def _ours(error: ValueError) -> DepthDecayError | None:
-    """What we refused ourselves, out of what pydantic put around it."""
+    """Our own error, unwrapped from pydantic's."""
     listed = error.errors() if hasattr(error, "errors") else []
     found = [entry.get("ctx", {}).get("error") for entry in listed]
     return next((inner for inner in found if isinstance(inner, DepthDecayError)), None)

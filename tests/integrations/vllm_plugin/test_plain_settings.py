@@ -116,7 +116,7 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
         (["--hf-overrides", "{}"], "--hf-overrides is set by this command"),
         (["--plan", str(EMBEDDED_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
         (["--mode", "full"], "--mode is 'full'; expected decay or lossless"),
-        (["--window", "3"], "--window counts drafts, and was given without --mode lossless"),
+        (["--window", "3"], "--window sets the drafts per step, and was given without --mode lossless"),
         (["--mode", "lossless"], "--mode lossless drafts with a plan's learned drafter; give --plan"),
         (
             ["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--speculative-config", "{}"],
