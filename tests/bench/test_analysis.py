@@ -1,4 +1,4 @@
-"""The analysis measures what its figures say, and bad input is one line before anything long runs."""
+"""The analysis measures what its charts show, and bad input is one line, before anything slow runs."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def refused(*arguments: str) -> str:
 
 
 def test_perplexity_and_entropy_are_the_full_models_on_its_own_text(engine: Engine, analysis: Analysis) -> None:
-    """Against one plain pass over prompt and answer, and no cache."""
+    """Compared with one plain pass over prompt and answer, without a KV cache."""
     surprise, entropy = torch.zeros(NEW_TOKENS - 1), torch.zeros(NEW_TOKENS - 1)
     for prompt in PROMPTS:
         answer = engine.generate([prompt], NEW_TOKENS, mode="full", do_sample=False)[0].token_ids
         with torch.no_grad():
             logits = engine.stack.model(torch.tensor([prompt + answer])).logits[0]
-        likely = logits[len(prompt) : len(prompt) + NEW_TOKENS - 1].log_softmax(-1)  # what T_0 … predict: T_1 …
+        likely = logits[len(prompt) : len(prompt) + NEW_TOKENS - 1].log_softmax(-1)  # T_0 … predict T_1 …
         surprise -= likely.gather(-1, torch.tensor(answer[1:]).unsqueeze(-1)).squeeze(-1) / len(PROMPTS)
         entropy -= (likely.exp() * likely).sum(-1) / len(PROMPTS)
     assert analysis.perplexity_by_position == pytest.approx(surprise.exp().tolist(), rel=1e-3)
@@ -79,7 +79,7 @@ def test_every_layer_is_measured_at_every_position(analysis: Analysis) -> None:
     assert len(analysis.influence) == len(analysis.influence_by_position) == LAYERS
     for mean, by_position in zip(analysis.influence, analysis.influence_by_position, strict=True):
         assert len(by_position) == NEW_TOKENS - 1
-        assert mean == pytest.approx(sum(by_position) / len(by_position))  # all texts are equally long here
+        assert mean == pytest.approx(sum(by_position) / len(by_position))  # all answers have the same length here
         assert mean > 0
     json.dumps(analysis.to_dict(), allow_nan=False)
 
@@ -88,7 +88,7 @@ def test_plan_stands_beside_the_unmeasured_order(analysis: Analysis) -> None:
     assert set(analysis.plan_kl_by_position) == {"plain", "middle-out"}  # this plan has no repairs
     for label, values in analysis.plan_kl_by_position.items():
         assert analysis.plan_kl[label] == pytest.approx(sum(values) / len(values))
-    # The first token that the plan shortens lacks layer 5 alone.
+    # At the first token below full depth, only layer 5 is dropped.
     assert PLAN.dropped(PLAN.depth(1)) == (5,)
     assert analysis.plan_kl_by_position["plain"][0] == pytest.approx(analysis.influence_by_position[5][0], rel=1e-3)
 
@@ -115,7 +115,9 @@ def test_positions_that_few_texts_reach_are_left_out(monkeypatch: pytest.MonkeyP
     texts = [Continuation((5, 6, 7), tuple(range(10, 10 + length))) for length in lengths]
     monkeypatch.setattr(continuations, "continue_prompts", lambda *_, **__: texts)
     made = analyze(Engine(tiny_model()), [[5, 6, 7]] * len(lengths), 9)
-    assert len(made.perplexity_by_position) == len(made.influence_by_position[0]) == 4  # one of five goes on alone
+    assert (
+        len(made.perplexity_by_position) == len(made.influence_by_position[0]) == 4
+    )  # after that, only one of five texts goes on
     assert made.tokens == sum(lengths) - len(lengths)  # the means still count every token
     assert made.plan_kl == {}
 
@@ -161,7 +163,7 @@ def test_quality_is_read_from_result_files(tmp_path: Path) -> None:
 
 
 def test_quality_reads_what_eval_writes(tmp_path: Path) -> None:
-    """Against the evaluation's own report, so that a field renamed there is noticed here."""
+    """Uses the evaluation's own report, so that a field renamed there is noticed here."""
     from depthdecay.evaluation.report import EvaluationReport, EvaluationRow, compare
 
     def answered(method: str, speedup: float, correct: str) -> EvaluationRow:
@@ -255,7 +257,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
 def test_command_draws_results_alone(tmp_path: Path) -> None:
     for name in ("a.json", "b.json", "c.json"):
         (tmp_path / name).write_text(json.dumps(RESULT | {"task": name}))
-    out = tmp_path / "made" / "figures"  # as a shell gives *.json: one behind the option, others behind it
+    out = tmp_path / "made" / "figures"  # as a shell expands *.json: one file belongs to the option, the others follow
     result = run("--results", *(str(tmp_path / name) for name in ("a.json", "b.json", "c.json")), "--out", str(out))
     assert result.exit_code == 0, result.output
     assert sorted(file.name for file in out.iterdir()) == [f"speed_and_quality.{e}" for e in ("csv", "png", "svg")]
@@ -263,7 +265,7 @@ def test_command_draws_results_alone(tmp_path: Path) -> None:
 
 
 def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
-    """Dollar signs are no mathematics, and what cannot be shown does no harm."""
+    """Dollar signs are not read as mathematics, and unprintable characters do no harm."""
     named = RESULT | {"model": r"a$\frac$", "task": "\x00\ud800", "rows": [row("$^$", 1.25, -0.2)]}
     (tmp_path / "a.json").write_text(json.dumps(named))
     result = run("--results", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"))

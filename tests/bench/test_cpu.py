@@ -1,4 +1,4 @@
-"""The CPU bench on a tiny model: every row is there, ratios are by rounds, and a peer that fails leaves its reason."""
+"""The CPU benchmark on a tiny model: every row exists, ratios are per round, and a failed peer's row says why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_model_by_name_is_loaded_in_both_number_types(tmp_path: Path) -> None:
 
 
 def test_warming_up_takes_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside other work on the machine a whole run of each peer takes minutes, and is not even counted."""
+    """On a busy machine, a whole uncounted run of each peer would take minutes."""
     asked: list[int] = []
     whole = contenders.transformers_decoding
 

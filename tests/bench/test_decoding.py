@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic and its honesty; never its speed."""
+"""The benchmark's arithmetic and its error reporting; never its speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report() -> DecodingReport:
     made = run_bench(
         model, "tiny", plan, new_tokens=24, prompt_tokens=5, rounds=2, methods=["generate", "full", "decay"]
     )
-    assert model.generation_config.eos_token_id == 7  # taken out for the run, then put back
+    assert model.generation_config.eos_token_id == 7  # removed for the run, then restored
     return made
 
 
@@ -173,7 +173,7 @@ def test_the_embedded_model_is_benched_by_its_own_plan() -> None:
 
 def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    target = Path("results", "tiny.json")  # one folder below the current one is made
+    target = Path("results", "tiny.json")  # a missing folder is created
     command = [
         "bench",
         "--shape",
@@ -193,7 +193,7 @@ def test_command_writes_a_result_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "\n  range of rounds " in result.output
     written = json.loads(target.read_text())
     assert {"command", "commit", "machine", "versions", "rows", "settings"} <= written.keys()
-    assert str(tmp_path) not in target.read_text()  # the result says nothing about where it was made
+    assert str(tmp_path) not in target.read_text()  # no local path in the result
     assert [row["method"] for row in written["rows"]] == ["generate", "full", "decay"]
 
 
@@ -241,5 +241,5 @@ def test_the_table_of_a_large_model_fits_80_columns() -> None:
     with console.capture() as capture:
         console.print(_table(report))
     lines = capture.get().rstrip().splitlines()
-    assert len(lines) == 2 + len(_FIGURES)  # two lines of headings, then none is broken
+    assert len(lines) == 2 + len(_FIGURES)  # two heading lines, and no row is wrapped
     assert all(any(line.startswith(label) for line in lines) for label in _FIGURES)

@@ -1,4 +1,4 @@
-"""Figures are the same bytes for the same numbers, say what they show, and survive odd data."""
+"""Charts give the same bytes for the same data, are labelled, and survive odd data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_chart_becomes_three_files_that_never_differ(name: str, tmp_path: Path
         folder.mkdir()
         files = write_chart(folder, CHARTS[name]())
         assert {file.name for file in files} == {f"{name}.{ending}" for ending in ("csv", "png", "svg")}
-        assert set(files) == set(folder.iterdir())  # no draft is left behind
+        assert set(files) == set(folder.iterdir())  # no temporary file is left
     for file in folders[0].iterdir():
         assert file.read_bytes() == (folders[1] / file.name).read_bytes()
     svg = (folders[0] / f"{name}.svg").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_a_method_has_one_colour_and_no_two_rules_look_the_same() -> None:
     looks = {method_style(rule) for rule in {*PEER_RULES, "depthdecay"} - {"middle-out"}}
     assert len(looks) == len(PEER_RULES)  # all of them, and depthdecay instead of middle-out
     assert len({marker for _, marker in looks - {method_style("full")}}) == len(looks) - 1
-    assert method_style("middle-out") == method_style("decay")  # two names of one rule
+    assert method_style("middle-out") == method_style("decay")  # two names for one rule
     assert method_style("someone's own") == method_style("someone's own")
 
 

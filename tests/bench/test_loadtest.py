@@ -89,7 +89,7 @@ def test_random_arrivals_mixed_depths_and_hang_ups(server: Running, tmp_path: Pa
 
 def test_who_waits_for_a_place_has_been_waiting_since_it_came(server: Running) -> None:
     load = Load(server.url, requests=6, concurrency=1, max_tokens=30, arrival="poisson", rate=10_000)
-    report = run_load(load)  # all come at once, and are answered one after the other
+    report = run_load(load)  # all arrive at once, and are answered one by one
     waited = sorted(outcome.first_token or 0.0 for outcome in report.outcomes)
     spent = [30 * (outcome.per_token or 0.0) for outcome in report.outcomes]
     assert waited[-1] > sum(sorted(spent)[:4])
@@ -155,7 +155,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(DepthDecayError, match="nobody answers"):
+    with pytest.raises(DepthDecayError, match="no server answers"):
         run_load(Load("http://127.0.0.1:9", requests=1))
 
 

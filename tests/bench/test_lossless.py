@@ -1,4 +1,4 @@
-"""The bench of lossless mode: what it counts, and that differences show."""
+"""The benchmark of lossless mode: what it counts, and that differences are reported."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_a_peer_that_fails_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatc
     model.generation_config.eos_token_id = None
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.config.num_hidden_layers //= 2  # as transformers' early exit does, and puts back if nothing goes wrong
+        self.config.num_hidden_layers //= (
+            2  # as transformers' early exit does; it restores the value only if nothing fails
+        )
         raise TypeError("no keys to crop")
 
     expected = [result.token_ids for result in dd.Engine(model).generate(PROMPTS, 8, mode="full")]
@@ -131,7 +133,7 @@ def test_what_cannot_run_leaves_a_row_that_says_why() -> None:
     model = tiny_model("llama")
     report = run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["assisted"])
     assert "give one as assistant" in str(report.lossless_rows[-1].error)
-    with pytest.raises(DepthDecayError, match="peers holds 'magic'"):
+    with pytest.raises(DepthDecayError, match="peers contains 'magic'"):
         run_lossless_bench(model, None, "tiny", PROMPTS[:1], {}, new_tokens=4, peers=["magic"])
 
 
@@ -165,7 +167,7 @@ def test_python_gets_what_the_command_shows(tmp_path: Path) -> None:
         {name: getattr(row, name) for name in counted} for row in report.lossless_rows
     ]
     assert theirs["settings"] == report.settings
-    assert theirs["model"] == report.model == "model"  # not where it lies
+    assert theirs["model"] == report.model == "model"  # not its path
 
 
 def test_sampled_answers_are_held_against_seeded_full_depth(tmp_path: Path) -> None:
@@ -201,11 +203,11 @@ def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
         ({"plan": "no-such-plan.json"}, "no plan at"),
         ({"compared": -1}, "compared is -1"),
         ({"new_tokens": 1}, "new_tokens is 1"),
-        ({"peers": ["beams"]}, "peers holds 'beams'"),
+        ({"peers": ["beams"]}, "peers contains 'beams'"),
         ({"peers": ["generate"], "assistant": "x"}, "which peers generate leaves out"),
         ({"task": "chess"}, "prompts is a list"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": 0.7, "peers": ["generate"]}, "draw their own samples"),
+        ({"temperature": 0.7, "peers": ["generate"]}, "peers sample differently"),
     ],
 )
 def test_bad_values_are_refused_by_pythons_names_before_a_model_is_loaded(given: Any, complaint: str) -> None:

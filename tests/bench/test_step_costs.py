@@ -1,4 +1,4 @@
-"""Passes are timed for a shape and for a model, and speeds follow from their costs."""
+"""Passes are timed for a shape and for a model, and speed-ups follow from their costs."""
 
 from __future__ import annotations
 

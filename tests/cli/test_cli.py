@@ -557,7 +557,7 @@ def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: 
     assert needs in refused("bench", "--mode", "lossless", "--shape", "tiny", "--prompts", prompts_file)
     assert needs in refused("bench", "--prompts", prompts_file)
     assert "--compared is -1" in refused(*arguments, "--compared", "-1")
-    assert "--peers holds 'beams'" in refused(*arguments, "--peers", "generate,beams")
+    assert "--peers contains 'beams'" in refused(*arguments, "--peers", "generate,beams")
     assert needs in refused("bench", "--peers", "none")
 
 

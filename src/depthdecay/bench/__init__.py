@@ -1,1 +1,1 @@
-"""Measuring speed, and drawing what was measured."""
+"""Speed measurements, and charts of what was measured."""

@@ -1,4 +1,4 @@
-"""Ways to decode that are timed against each other: ours, transformers' own, and rounds in which each has its turn."""
+"""Decoding methods to be timed against each other, ours and transformers', in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from depthdecay.errors import DepthDecayError, failure
 from depthdecay.model.devices import synchronize
 from depthdecay.model.layers import LayerStack
 
-Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers where they are counted
+Decode = Callable[[], tuple[float, int | None]]  # runs once: seconds of decoding, and layers executed if counted
 
 
 @dataclass
 class Contender:
-    """One way to decode, and its measured rounds."""
+    """One decoding method, and its measured rounds."""
 
     title: str
     decode: Decode
-    warm_up: Decode | None = None  # a shorter run that leaves nothing to be done for the first time; else a whole one
+    warm_up: Decode | None = None  # a shorter run that does all one-time work; None: a whole run
     seconds: list[float] = field(default_factory=list)
     setup_seconds: float = 0.0
     layers_executed: int | None = None
@@ -34,13 +34,13 @@ class Contender:
     error: str | None = None
 
     def set_up(self) -> None:
-        """The first run: compilation, capture and warm-up, timed as a whole."""
+        """The first run: compilation, graph capture and warm-up, timed together."""
         started = time.perf_counter()
         self.measure(keep=False)
         self.setup_seconds = time.perf_counter() - started
 
     def warm(self) -> None:
-        """Before the rounds. Not timed, so as short as can be: beside other work on the machine a run takes minutes."""
+        """The warm-up before the rounds. Not timed, and as short as possible: on a busy machine a run takes minutes."""
         try:
             (self.warm_up or self.decode)()
         except Exception as error:
@@ -64,7 +64,7 @@ class Contender:
 
 
 def measure_in_rounds(contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None]) -> None:
-    """Everybody once a round, so that neighbours in time can be compared with each other."""
+    """Each contender once per round, so that runs close in time can be compared."""
     for number in range(rounds):
         for contender in contenders:
             progress(f"round {number + 1} of {rounds}: {contender.title}")
@@ -72,7 +72,7 @@ def measure_in_rounds(contenders: Sequence[Contender], rounds: int, progress: Ca
 
 
 def decoding(engine: Engine, mode: str, prompts: torch.Tensor, new_tokens: int) -> Decode:
-    """Ours. Greedy as the peers are; random weights have no end of text."""
+    """Our engine: greedy, like the peers, and always to the full length."""
 
     def decode() -> tuple[float, int | None]:
         with never_ending(engine.stack.model):
@@ -86,7 +86,7 @@ def decoding(engine: Engine, mode: str, prompts: torch.Tensor, new_tokens: int) 
 
 
 def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **settings: Any) -> Decode:
-    """generate's. A run of one token is the prompt's pass and its own preparation; the rest is decoding."""
+    """transformers' generate. The time of a one-token run, prefill and set-up, is subtracted; the rest is decoding."""
 
     def generate(count: int) -> float:
         mask = torch.ones_like(prompts)
@@ -107,7 +107,7 @@ def transformers_decoding(model: Any, prompts: torch.Tensor, new_tokens: int, **
 
 
 def times_as_fast(contender: Contender, other: Contender | None) -> list[float] | None:
-    """Median, least and most over rounds, where both have some."""
+    """Median, lowest and highest speed ratio over the rounds; None if either failed."""
     if other is None or contender.error is not None or other.error is not None:
         return None
     ratios = [theirs / ours for theirs, ours in zip(other.seconds, contender.seconds, strict=True)]
@@ -116,7 +116,7 @@ def times_as_fast(contender: Contender, other: Contender | None) -> list[float] 
 
 @contextlib.contextmanager
 def never_ending(model: Any) -> Iterator[None]:
-    """Every method decodes the full length: the end of text is taken out of the settings for a while."""
+    """Makes every method decode the full length, by removing the end-of-text token from the generation config."""
     config = model.generation_config
     before, pad = config.eos_token_id, config.pad_token_id
     config.eos_token_id, config.pad_token_id = None, 0

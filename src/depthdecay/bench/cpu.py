@@ -1,4 +1,4 @@
-"""Decoding on a CPU in every precision, with transformers' generate and llama.cpp in the same interleaved rounds."""
+"""Decoding speed on a CPU in every precision, with transformers' generate and llama.cpp in the same rounds."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from depthdecay.result_files import require_writable, write_report
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 LLAMA = "llama.cpp"
-BASELINE = "generate bfloat16"  # what ratios are told against, and llama.cpp
+BASELINE = "generate bfloat16"  # ratios are relative to this one, and to llama.cpp
 
 
 @dataclass
 class CpuRow:
-    """One contender's figures; decoding only, the prompt's own pass is not in them."""
+    """One contender's figures: decoding only, without the prefill."""
 
     title: str
     ms_per_token: float | None = None
@@ -43,12 +43,12 @@ class CpuRow:
     ms_max: float | None = None
     tokens_per_second: float | None = None
     gigabytes_per_step: float | None = None  # weights read
-    bandwidth_share: float | None = None  # of what a large read moves
+    bandwidth_share: float | None = None  # of the bandwidth of a large read
     layer_speedup: float | None = None
     cost_speedup: float | None = None
     wall_clock_speedup: float | None = None  # against full depth in the same precision
     realised: float | None = None
-    times_generate: list[float] | None = None  # generate in bfloat16: median, least and most of the rounds
+    times_generate: list[float] | None = None  # relative to bfloat16 generate: median, lowest, highest of the rounds
     times_llama: list[float] | None = None
     ms_by_round: list[float] = field(default_factory=list)
     error: str | None = None
@@ -60,7 +60,7 @@ class CpuReport:
     settings: dict[str, Any]
     read_gb_per_second: float
     rows: list[CpuRow] = field(default_factory=list)
-    llama: dict[str, str] | None = None  # which llama.cpp
+    llama: dict[str, str] | None = None  # llama.cpp's version and build
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,13 +86,13 @@ def benchmark_precisions(
     result_file: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> CpuReport:
-    """Measure decoding on a CPU in every precision, at full depth and by a plan, between transformers and llama.cpp.
+    """Measure decoding on a CPU in every precision, at full depth and with a plan, against transformers and llama.cpp.
 
         report = benchmark_precisions("smollm2-135m", "my-plan")
         {row.title: row.tokens_per_second for row in report.rows}
 
-    By its name, since the model is loaded in two number types. Without a plan, a layer speed-up of 1.25. llama.cpp
-    takes part where its package is there and the model comes from a GGUF file.
+    The model is given by name, since it is loaded in two dtypes. Without a plan, a layer speed-up of 1.25 is used.
+    llama.cpp is included if its package is installed and the model comes from a GGUF file.
     """
     _check_settings(new_tokens, prompt_tokens, rounds, precisions)
     depth = depth_to_measure(plan, new_tokens)
@@ -129,7 +129,7 @@ def run_cpu_bench(
     precisions: Sequence[str] = PRECISIONS,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CpuReport:
-    """Every precision at full depth and by the plan, and the peers, each once a round; `load` is given fp32 or bf16."""
+    """Every precision at full depth and with the plan, and the peers, once per round. `load` gets "fp32" or "bf16"."""
     _check_settings(new_tokens, prompt_tokens, rounds, precisions)
     models = {dtype: load(dtype) for dtype in ("fp32", "bf16")}
     wide = models["fp32"]
@@ -138,7 +138,7 @@ def run_cpu_bench(
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:
         raise DepthDecayError(
-            f"a prompt of {prompt_tokens} and {new_tokens} new tokens exceed the model's context of {limit}"
+            f"a prompt of {prompt_tokens} and {new_tokens} new tokens exceed the model's context of {limit}; use fewer"
         )
     vocabulary = wide.model.get_input_embeddings().weight.shape[0]
     prompt = torch.randint(3, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
@@ -182,7 +182,7 @@ def _transformers(name: str, loaded: LoadedModel, prompt: torch.Tensor, new_toke
 
 
 def _few(new_tokens: int) -> int:
-    """Tokens that warm a way to decode up: on a CPU the first steps do what is done once."""
+    """Tokens to warm up with: on a CPU the first few steps do all one-time work."""
     return min(new_tokens, 4)
 
 
@@ -212,7 +212,7 @@ def _ours(
 
 
 def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
-    """llama.cpp on the same file, called as directly as its package allows: one decode and one argmax a token."""
+    """llama.cpp on the same file, called as directly as its package allows: one decode and one argmax per token."""
     import llama_cpp
     import numpy as np
 
@@ -229,7 +229,7 @@ def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
         started = time.perf_counter()
         for _ in range(new_tokens - 1):
             if llama_cpp.llama_decode(model.ctx, llama_cpp.llama_batch_get_one(token, 1)) != 0:
-                raise DepthDecayError("llama.cpp could not decode")
+                raise DepthDecayError("llama.cpp failed to decode")
             logits = llama_cpp.llama_get_logits(model.ctx)
             token[0] = int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
         return time.perf_counter() - started, None
@@ -238,7 +238,7 @@ def _llama(gguf: Path, prompt: torch.Tensor, new_tokens: int) -> _CpuContender:
 
 
 def _file_bytes(gguf: Path) -> int:
-    """What a step reads of a file: all but an embedding that is not the output matrix too."""
+    """Bytes of the file that a step reads: everything except an embedding matrix that is not also the LM head."""
     from depthdecay.model.gguf_convert import read_checked
 
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in read_checked(gguf).tensors}
@@ -273,7 +273,7 @@ def _row(contender: _CpuContender, others: dict[str, _CpuContender], report: Cpu
 
 
 def read_bandwidth() -> float:
-    """GB/s at which torch reads a large tensor, the best of some tries."""
+    """GB/s at which torch reads a large tensor, best of ten."""
     numbers = torch.ones(2**27)
     best = float("inf")
     for _ in range(10):

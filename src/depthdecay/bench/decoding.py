@@ -1,4 +1,4 @@
-"""Decoding speed, ours and transformers' own in the same run, beside what the memory of the machine allows."""
+"""Decoding speed, ours and transformers' in one run, compared with what memory bandwidth allows."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _TITLES = {
 
 @dataclass
 class DecodingRow:
-    """One method's figures. Times are of decoding only; the prompt's own pass and set-up stand apart."""
+    """One method's figures. Times are of decoding only, without prefill and set-up."""
 
     method: str
     title: str
-    ms_per_token: float | None = None  # of one step; a batch yields `batch` tokens in it
+    ms_per_token: float | None = None  # per step, which yields `batch` tokens
     ms_min: float | None = None
     ms_max: float | None = None
     tokens_per_second: float | None = None
@@ -55,8 +55,8 @@ class DecodingRow:
     bandwidth_share: float | None = None
     layers_executed: int | None = None
     layer_speedup: float | None = None
-    cost_speedup: float | None = None  # the ideal: bytes of weights at full depth over bytes read
-    wall_clock_speedup: float | None = None  # against our own full depth
+    cost_speedup: float | None = None  # the ideal: weight bytes at full depth / weight bytes read
+    wall_clock_speedup: float | None = None  # over our own full depth
     realised: float | None = None
     memory_gb: float | None = None
     setup_seconds: float | None = None
@@ -65,7 +65,7 @@ class DecodingRow:
 
 @dataclass
 class DecodingReport:
-    """A whole run: what it ran on and what came out."""
+    """A whole run: its settings and results."""
 
     model: str
     settings: dict[str, Any]
@@ -79,7 +79,7 @@ class DecodingReport:
 
 
 def depth_to_measure(asked: Plan | DepthSettings | str | os.PathLike[str] | None, new_tokens: int) -> DepthSettings:
-    """What was asked for, with its file read, or a usual speed-up; either holds over the tokens that are decoded."""
+    """The depth settings given, with the plan file read, or the default speed-up; averaged over the decoded tokens."""
     depth = DepthSettings.of(asked)
     if not depth.given:
         depth = DepthSettings(speedup=USUAL_SPEEDUP)
@@ -110,18 +110,18 @@ def benchmark(
     dtype: str | torch.dtype | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> DecodingReport:
-    """Measure decoding speed: transformers' generate, full depth and decay in the same run.
+    """Measure decoding speed: transformers' generate, our full depth and decay, all in one run.
 
         report = dd.benchmark("smollm2-135m", "my-plan", new_tokens=128)
         report.ratios["decay against generate"]
-        dd.benchmark(shape="llama-2-7b")  # random weights in a true shape
+        dd.benchmark(shape="llama-2-7b")  # random weights in a real model's shape
 
-    Without a plan, a layer speed-up of 1.25 over the tokens that are decoded.
-    `methods` are some of generate, generate-static, full and decay; without, all that fit the device. A `result_file`
-    gets the report with machine and versions. `device` and `dtype` are for a shape, or a model given by its name.
+    Without a plan, a layer speed-up of 1.25 over the decoded tokens is used. `methods` are some of generate,
+    generate-static, full and decay; by default, all that the device supports. The report, with machine and versions,
+    is written to `result_file`. `device` and `dtype` apply to a shape, or to a model given by name.
 
-    Lossless mode has a bench of its own in `depthdecay.bench.lossless`, a CPU's precisions in `depthdecay.bench.cpu`,
-    and what single passes cost in `depthdecay.bench.step_costs`.
+    `depthdecay.bench.lossless` measures lossless mode, `depthdecay.bench.cpu` the precisions on a CPU, and
+    `depthdecay.bench.step_costs` the cost of single passes.
     """
     check_source(model, shape)
     whole_number("new_tokens", new_tokens, 2)
@@ -132,7 +132,7 @@ def benchmark(
     require_writable(result_file)
     say = progress or (lambda message: None)
     loaded = load_model_or_shape(model, shape, device, dtype, say)
-    # Off CUDA transformers does not compile its static cache, so the row would not be what its name says.
+    # transformers compiles its static cache only on CUDA; elsewhere the row's name would be wrong.
     fitting = [name for name in METHODS if loaded.model.device.type == "cuda" or name != "generate-static"]
     report = run_bench(
         loaded.model,
@@ -169,14 +169,14 @@ def run_bench(
     compile_layers: bool = True,
     progress: Callable[[str], None] = lambda message: None,
 ) -> DecodingReport:
-    """Measure every method at the same lengths, in interleaved rounds; one that fails leaves a row that says why."""
+    """Measure every method at the same lengths, in interleaved rounds; if one fails, its row gives the reason."""
     _check_methods(methods)
     stack = LayerStack.of(model)
     limit = stack.context_limit()
     if limit is not None and prompt_tokens + new_tokens > limit:
         raise DepthDecayError(
             f"a prompt of {prompt_tokens} and {new_tokens} new tokens make {prompt_tokens + new_tokens}, but the "
-            f"model's context holds {limit}; ask for fewer"
+            f"model's context holds {limit}; reduce them"
         )
     device = stack.model.device
     vocabulary = stack.model.get_input_embeddings().weight.shape[0]
@@ -247,7 +247,7 @@ def _row(
 
 
 def _ratios(contenders: dict[str, Contender]) -> dict[str, float]:
-    """How many times as fast ours is as each of transformers' ways."""
+    """Our speed relative to each of transformers' methods."""
     pairs = {
         f"{ours} against {theirs}": times_as_fast(contenders[ours], contenders[theirs])
         for ours in ("full", "decay")
@@ -258,7 +258,7 @@ def _ratios(contenders: dict[str, Contender]) -> dict[str, float]:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """GB/s that a large copy moves on this machine, bytes read and written both counted."""
+    """GB/s of a large copy on this device, counting bytes read and written."""
     size = 2**32 if device.type == "cuda" else 2**28
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else size * 8
     size = int(min(size, free // 4))

@@ -1,4 +1,4 @@
-"""Charts become files: PNG, SVG and CSV, the same bytes for the same numbers. matplotlib draws them all."""
+"""Writes charts as PNG, SVG and CSV files with matplotlib. The same data gives the same bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from depthdecay.errors import DepthDecayError, install
 from depthdecay.files import write_whole
 
 INK, GRID = "#3b4252", "#d8dde6"
-_WIDTH = 6.0  # inches: 600 px at the 100 dots an inch that the font sizes are made for
+_WIDTH = 6.0  # inches: 600 px at 100 dpi, which the font sizes are chosen for
 _PNG_DPI = 200
 _RC = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so it is there on every machine
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine has it
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -43,7 +43,7 @@ _RC = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: its file name, its numbers as a table, and how to draw them on a matplotlib Figure."""
+    """One chart: its file name, its data as a table, and how to draw it on a matplotlib Figure."""
 
     name: str
     header: tuple[str, ...]
@@ -53,7 +53,7 @@ class Chart:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there; it comes with the extra [plot]."""
+    """Whether matplotlib is installed; it comes with the extra [plot]."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -63,11 +63,11 @@ def can_draw() -> bool:
 
 def require_drawing() -> None:
     if not can_draw():
-        raise DepthDecayError(f"figures need matplotlib, which is not installed; {install('plot')}")
+        raise DepthDecayError(f"charts need matplotlib, which is not installed; {install('plot')}")
 
 
 def write_chart(folder: Path, chart: Chart) -> list[Path]:
-    """Write NAME.csv, NAME.png and NAME.svg; a file that is there is whole."""
+    """Write NAME.csv, NAME.png and NAME.svg, each atomically: never a partial file."""
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([chart.header, *chart.rows])
     contents = {"csv": table.getvalue().encode(), "png": _render(chart, "png"), "svg": _render(chart, "svg")}
@@ -75,12 +75,12 @@ def write_chart(folder: Path, chart: Chart) -> list[Path]:
 
 
 def inline_svg(chart: Chart) -> str:
-    """The chart as an <svg> element for a page: its text in the page's colour, its ids apart from other charts'."""
+    """The chart as an <svg> element for a page: text in the page's colour, ids distinct from other charts'."""
     text = _render(chart, "svg", transparent=True).decode()
     text = text[text.index("<svg") :].strip()
     text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     text = re.sub(r'( id="|url\(#|href="#)', rf"\1{chart.name}-", text)
-    # Without a fixed size it fits the page's width; the viewBox keeps the proportions.
+    # Without a fixed size it scales to the page's width; the viewBox keeps the proportions.
     return re.sub(r'^(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", text))
 
 
@@ -95,11 +95,11 @@ def _render(chart: Chart, ending: str, transparent: bool = False) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Dates, versions and random ids would make every run another file.
+    # Dates, versions and random ids would change the bytes of every run.
     metadata = {"Software": None} if ending == "png" else dict.fromkeys(("Date", "Creator", "Format", "Type"))
     content = io.BytesIO()
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style must not change what a figure shows
+        matplotlib.rcdefaults()  # the user's own style must not change the charts
         matplotlib.rcParams.update(_RC | {"svg.hashsalt": chart.name})
         figure = Figure(figsize=(_WIDTH, chart.height))
         chart.draw(figure)

@@ -1,4 +1,4 @@
-"""The charts: what each shows of plain numbers, in colours that all figures agree on."""
+"""The charts, each drawn from plain numbers, with the same colours in all of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from depthdecay.bench.drawing import INK, Chart
 
 FIRST, SECOND = "#0072b2", "#d55e00"
-_SHADES = ("#8fbcdb", "#4a96c9", "#0072b2", "#00456e")  # of the decay's blue: one rule at several speeds
+_SHADES = ("#8fbcdb", "#4a96c9", "#0072b2", "#00456e")  # shades of decay's blue: one rule at several speed-ups
 _DROPPED = "#f3cfb0"
-# Okabe and Ito's colours, which people with any kind of colour vision tell apart; a marker each says it a second time.
+# Okabe and Ito's colour-blind-safe palette; each method also has its own marker.
 _METHOD_STYLES = {
     "full": ("#7a7f87", "o"),
     "decay": (FIRST, "o"),
@@ -30,12 +30,12 @@ _METHOD_STYLES = {
     "lossless": ("#000000", "h"),
 }
 _OTHER_STYLES = (("#9a8c00", "<"), ("#117a65", ">"), ("#a0194f", "p"))
-THIS_PLAN = "this plan"  # the label of the plan that a page is about, among others
+THIS_PLAN = "this plan"  # label of the plan that a page is about
 
 
 @dataclass(frozen=True)
 class QualityPoint:
-    """One method at one speed: what its accuracy loses against full depth, with the interval of that difference."""
+    """One method at one speed: its accuracy difference to full depth, with the confidence interval."""
 
     panel: str
     method: str
@@ -48,7 +48,7 @@ class QualityPoint:
 
 
 def method_style(method: str) -> tuple[str, str]:
-    """Colour and marker of a method: fixed by its name, so that all figures agree."""
+    """Colour and marker of a method: fixed by its name, so that all charts agree."""
     if method in _METHOD_STYLES:
         return _METHOD_STYLES[method]
     return _OTHER_STYLES[zlib.crc32(method.encode()) % len(_OTHER_STYLES)]
@@ -70,7 +70,7 @@ def perplexity_chart(perplexity: Sequence[float], entropy: Sequence[float]) -> C
 
 
 def influence_chart(kl: Sequence[float], dropped: Sequence[int] = ()) -> Chart:
-    """What each layer is worth: the KL divergence that dropping it alone costs. Layers that a plan drops stand out."""
+    """The influence of each layer: the KL divergence from dropping it alone. Layers that a plan drops stand out."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -91,7 +91,7 @@ def influence_chart(kl: Sequence[float], dropped: Sequence[int] = ()) -> Chart:
 
 
 def influence_map_chart(kl_by_layer: Sequence[Sequence[float]]) -> Chart:
-    """Layers by positions: does a layer matter less as the text goes on?"""
+    """Influence by layer and position: does a layer matter less later in the text?"""
     bin_tokens = max(1, math.ceil(len(kl_by_layer[0]) / 50))
 
     def draw(figure: Any) -> None:
@@ -102,7 +102,7 @@ def influence_map_chart(kl_by_layer: Sequence[Sequence[float]]) -> Chart:
         norm = LogNorm(min(positive), max(max(positive), 1.01 * min(positive)))
         shown = [[max(value, min(positive)) for value in row] for row in cells]
         axes = figure.subplots()
-        # The last bin may be short: drawn as long as the others, it ends where the ticks say.
+        # The last bin may be short; it is drawn full width, so that the ticks stay correct.
         extent = (0.5, len(cells[0]) * bin_tokens + 0.5, -0.5, len(cells) - 0.5)
         image = axes.imshow(
             shown, norm=norm, cmap="cividis", aspect="auto", origin="lower", extent=extent, interpolation="nearest"
@@ -120,7 +120,7 @@ def influence_map_chart(kl_by_layer: Sequence[Sequence[float]]) -> Chart:
 
 
 def depth_chart(curves: Mapping[str, Sequence[int]], num_layers: int) -> Chart:
-    """Depth by token, a curve per plan, each named at its end."""
+    """Depth by token, one curve per plan, each labelled at its end."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -142,7 +142,7 @@ def depth_chart(curves: Mapping[str, Sequence[int]], num_layers: int) -> Chart:
 
 
 def kl_chart(curves: Mapping[str, Sequence[float]]) -> Chart:
-    """What a plan costs at each position, for instance repaired against plain."""
+    """KL to the full model at each position, e.g. with and without repairs."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -159,7 +159,7 @@ def kl_chart(curves: Mapping[str, Sequence[float]]) -> Chart:
 
 
 def ladder_chart(num_layers: int, drop_order: Sequence[int], shallowest: int) -> Chart:
-    """Which layers run at which depth, from full depth down to the shallowest that is used."""
+    """Which layers run at which depth, from full depth down to the shallowest one used."""
     depths = range(num_layers, shallowest - 1, -1)
     runs = [[int(layer not in drop_order[: num_layers - depth]) for layer in range(num_layers)] for depth in depths]
 
@@ -185,7 +185,7 @@ def ladder_chart(num_layers: int, drop_order: Sequence[int], shallowest: int) ->
 
 
 def quality_chart(points: Sequence[QualityPoint]) -> Chart:
-    """Speed against quality, all methods, a panel per model and task; bars are the intervals of the difference."""
+    """Speed against quality for all methods, one panel per model and task; error bars are the 95% intervals."""
     panels = list(dict.fromkeys(point.panel for point in points))
     methods = sorted({point.method for point in points})
     speeds = [point.speedup for point in points]
@@ -199,7 +199,7 @@ def quality_chart(points: Sequence[QualityPoint]) -> Chart:
                 colour, marker = method_style(method)
                 mine = [p for p in points if p.panel == panel and p.method == method]
                 mine.sort(key=lambda point: point.speedup)
-                # Methods at the same speed would hide each other's bars.
+                # At the same speed, methods would hide each other's error bars.
                 shift = nudge * (number - (len(methods) - 1) / 2)
                 axes.errorbar(
                     [point.speedup + shift for point in mine],
@@ -226,16 +226,16 @@ def quality_chart(points: Sequence[QualityPoint]) -> Chart:
     return Chart("speed_and_quality", header, rows, draw, height=1.2 + 2.5 * len(panels))
 
 
-# What several charts share.
+# Shared by several charts.
 
 
 def _literal(name: str) -> str:
-    """A name as it is: between dollar signs matplotlib would read mathematics."""
+    """The name with dollar signs escaped: between them, matplotlib would read mathematics."""
     return name.replace("$", r"\$")
 
 
 def _trend(axes: Any, values: Sequence[float], colour: str, label: str | None = None) -> None:
-    """Every position faintly, and their running mean: single positions are few tokens and jump."""
+    """Every position faintly, and the running mean: a single position has few tokens and is noisy."""
     positions = range(1, len(values) + 1)
     half = max(0, min(10, len(values) // 12))
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -244,7 +244,7 @@ def _trend(axes: Any, values: Sequence[float], colour: str, label: str | None = 
 
 
 def _log_scale(axes: Any, values: Sequence[float]) -> None:
-    """Logarithmic where the values span more than a bar chart can show; bars then stand on a whole power of ten."""
+    """Logarithmic if the values span more than a bar chart can show; the axis then starts at a power of ten."""
     positive = [value for value in values if value > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
@@ -252,14 +252,14 @@ def _log_scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def _whole_ticks(axis: Any) -> None:
-    """No tick at layer 2.5."""
+    """Integer ticks only: no tick at layer 2.5."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def _positive(values: Sequence[float], chosen: Sequence[int]) -> list[float]:
-    """KL is never below 0; rounding may say so."""
+    """The chosen values, at least 0: KL is never negative, but rounding can make it so."""
     return [max(0.0, values[index]) for index in chosen]
 
 
@@ -269,7 +269,7 @@ def _binned(values: Sequence[float], size: int) -> list[float]:
 
 
 def _spread(places: Sequence[float], gap: float) -> list[float]:
-    """The places, moved up as little as keeps them `gap` apart, for labels that would cover each other."""
+    """The positions, moved up just enough to be `gap` apart, so that labels do not overlap."""
     moved = list(places)
     lowest = -math.inf
     for index in sorted(range(len(places)), key=lambda i: places[i]):

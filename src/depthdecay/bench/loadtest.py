@@ -1,4 +1,4 @@
-"""Load on a running server: how fast, how soon, what went wrong, and whether every answer arrived whole."""
+"""Load test of a running server: throughput, latency, errors, and whether every answer arrived complete."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _STARTS = ("Tell me about", "The history of", "A short story about", "How one wo
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked, of whom, and in which rhythm."""
+    """Which requests are sent, to which server, and when."""
 
     url: str = "http://127.0.0.1:8000"
     requests: int = 100
     concurrency: int = 32
-    arrival: str = "closed"  # a next request when one ends; "poisson": at random times, `rate` a second
+    arrival: str = "closed"  # the next request when one ends; "poisson": at random times, `rate` per second
     rate: float = 2.0
     max_tokens: int = 128
-    depth: tuple[dict[str, Any], ...] = ({},)  # what requests say about depth, dealt out at random
-    hang_up: float = 0.0  # the share of clients that go away in the middle
+    depth: tuple[dict[str, Any], ...] = ({},)  # depth settings; each request picks one at random
+    hang_up: float = 0.0  # share of clients that disconnect midway
     temperature: float = 0.0
     seed: int = 0
     api_key: str | None = None
@@ -46,15 +46,15 @@ class Load:
         if self.arrival not in ("closed", "poisson"):
             raise ArgumentError(f"arrival is '{self.arrival}'; expected closed or poisson", "arrival")
         if not 0 < self.rate <= 10_000:
-            raise ArgumentError(f"rate is {self.rate}; expected requests a second, above 0 and at most 10000", "rate")
+            raise ArgumentError(f"rate is {self.rate}; expected requests per second, above 0 and at most 10000", "rate")
         if not 0 <= self.hang_up <= 1:
             raise ArgumentError(f"hang_up is {self.hang_up}; expected a share from 0 to 1", "hang_up")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ArgumentError(f"url is '{self.url}'; expected one such as http://127.0.0.1:8000", "url")
+            raise ArgumentError(f"url is '{self.url}'; expected a URL such as http://127.0.0.1:8000", "url")
         if not self.allow_remote and not is_loopback(parts.hostname):
             raise ArgumentError(
-                f"{parts.hostname} is another machine; load it only where you may, and say so with allow_remote",
+                f"{parts.hostname} is another machine; if you are permitted to load-test it, set allow_remote",
                 "allow_remote",
             )
 
@@ -78,7 +78,7 @@ class LoadReport:
     model: str
     seconds: float
     outcomes: list[Outcome] = field(default_factory=list)
-    left_behind: dict[str, float] = field(default_factory=dict)  # in the server, once all clients were done
+    left_behind: dict[str, float] = field(default_factory=dict)  # still held by the server after the last client
 
     @property
     def whole(self) -> int:
@@ -110,7 +110,7 @@ class LoadReport:
 
 
 def percentiles(seconds: list[float | None]) -> dict[str, float] | None:
-    """Milliseconds at p50, p95 and p99, each a value that occurred."""
+    """Milliseconds at p50, p95 and p99, each an observed value."""
     known = sorted(value for value in seconds if value is not None)
     if not known:
         return None
@@ -154,7 +154,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> LoadReport:
                 due += generator.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await free.acquire()
-            # Who comes at random times and finds no place has been waiting since then.
+            # A Poisson arrival that finds no free slot has been waiting since its arrival.
             arrived = due if load.arrival == "poisson" else time.perf_counter()
             tasks.append(asyncio.create_task(go(body, hang_up_after, arrived)))
         await asyncio.gather(*tasks)
@@ -163,7 +163,7 @@ async def _run(load: Load, progress: Callable[[int], None]) -> LoadReport:
 
 
 async def _left_behind(client: Any) -> dict[str, float]:
-    """What the server still holds a few steps after the last client: nothing, unless it serves others too."""
+    """What the server still holds shortly after the last client: should be nothing, unless it serves others too."""
     names = ("rows_running", "requests_waiting", "cache_used_bytes")
     held: dict[str, float] = {}
     for _ in range(50):
@@ -177,18 +177,18 @@ async def _left_behind(client: Any) -> dict[str, float]:
 
 
 async def _served_model(client: Any, url: str) -> str:
-    """The name of the model; an error where no server is there, or none that is ready."""
+    """The name of the model; an error if there is no server, or it is not ready."""
     import httpx
 
     try:
         health = await client.get("/health")
     except httpx.HTTPError as error:
-        raise DepthDecayError(f"nobody answers at {url}: {one_line(error)}; start depthdecay serve first") from None
+        raise DepthDecayError(f"no server answers at {url}: {one_line(error)}; start depthdecay serve first") from None
     if health.status_code != 200:
         raise DepthDecayError(f"the server at {url} is not ready: {one_line(health.text)}")
     models = await client.get("/v1/models")
     if models.status_code != 200:
-        raise DepthDecayError(f"the server at {url} does not tell its models: {one_line(models.text)}")
+        raise DepthDecayError(f"the server at {url} does not list its models: {one_line(models.text)}")
     return str(models.json()["data"][0]["id"])
 
 

@@ -1,4 +1,4 @@
-"""Speed without loss: our lossless mode and its peers on the same prompts, each answer held against full depth."""
+"""Speed of lossless mode and of transformers' methods on the same prompts, each answer compared with full depth."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def benchmark_lossless(
     dtype: str | torch.dtype | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LosslessReport:
-    """Measure lossless mode and its peers in transformers on prompts, each answer held against full depth.
+    """Measure lossless mode and its peers in transformers on prompts, each answer compared with full depth.
 
         report = benchmark_lossless("smollm2-135m", "prompts.jsonl", "my-plan")
         {row.method: row.speedup for row in report.lossless_rows}
 
-    Drafters are layers by guess, the plan's ladder without its maps, with them, and the plan's learned head: of the one
-    to draft with where one lies beside it, and for the embedded model its own where none is given. `prompts` are a
-    .jsonl or .txt file or a list, or with a `task` its file; the first `limit` are asked. `peers` are some of generate,
-    prompt-lookup, early-exit and assisted, which needs a smaller model as `assistant`; without, all that fit. Peers are
-    slower, so only the first `compared` prompts are theirs. Above a `temperature` of 0 answers are sampled, seeded, and
-    transformers, which draws otherwise, has no part in it. A `result_file` gets what is known so far, now and then.
+    The drafters: uncalibrated layers, the plan's ladder without and with its repair maps, and the plan's learned head.
+    If there is a plan to draft with next to the given one, it is used; without a plan, the embedded model uses its own.
+    `prompts` is a .jsonl or .txt file or a list, or with a `task` its file; the first `limit` are used. `peers` are
+    some of generate, prompt-lookup, early-exit and assisted, which needs a smaller model as `assistant`; by default,
+    all that apply. Peers are slower, so they run only the first `compared` prompts. With a `temperature` above 0,
+    answers are sampled with a seed, without the peers, which sample differently. `result_file` is updated regularly.
     """
     whole_number("limit", limit, 1)
     if compared is not None:
@@ -70,7 +70,7 @@ def benchmark_lossless(
     if not 0 <= temperature <= 10:
         raise ArgumentError(f"temperature is {temperature}; expected a number from 0 to 10", "temperature")
     if temperature > 0 and (peers or assistant is not None):
-        raise ArgumentError("peers draw their own samples; with a temperature give none", "peers", "temperature")
+        raise ArgumentError("peers sample differently; with a temperature above 0, give none", "peers", "temperature")
     require_writable(result_file)
     asked = prompts_for(prompts, task)
     stored = DepthSettings.of(plan).stored()
@@ -101,7 +101,7 @@ def benchmark_lossless(
 
 
 def _save_in_between(result_file: str | os.PathLike[str] | None, part: LosslessReport) -> None:
-    """A full disk ends no measurement: there may be room at the end, and what still fails then is an error."""
+    """A full disk does not end the measurement: the last write may succeed, and raises an error if not."""
     with contextlib.suppress(DepthDecayError):
         write_result(result_file, part.to_dict())
 
@@ -109,14 +109,14 @@ def _save_in_between(result_file: str | os.PathLike[str] | None, part: LosslessR
 def _check_peers(peers: Sequence[str] | None, assistant: object = None) -> None:
     unknown = [peer for peer in peers or () if peer not in PEERS]
     if unknown:
-        raise ArgumentError(f"peers holds '{unknown[0]}'; known are {', '.join(PEERS)}", "peers")
+        raise ArgumentError(f"peers contains '{unknown[0]}'; known are {', '.join(PEERS)}", "peers")
     if assistant is not None and peers is not None and "assisted" not in peers:
         given = ", ".join(peers) or "none"
         raise ArgumentError(f"assistant is for the peer assisted, which peers {given} leaves out", "assistant", "peers")
 
 
 def drafters(plan: Plan | None) -> dict[str, Plan | None]:
-    """By label, the best last."""
+    """The drafters by label, the best one last."""
     found: dict[str, Plan | None] = {"guessed layers": None}
     if plan is None:
         return found
@@ -148,13 +148,12 @@ def run_lossless_bench(
     progress: Callable[[str], None] = lambda message: None,
     save: Callable[[LosslessReport], None] = lambda report: None,
 ) -> LosslessReport:
-    """Every prompt by every method in turns: what a machine does meanwhile falls on all of them alike.
+    """Run every prompt with every method in turn, so that changes in machine load affect all of them alike.
 
-    Plans are drafters by label. Full depth and the last drafter
-    run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
-    `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
-    `engines`: from `bench_engines`, where several runs share them and what they have compiled. `lookups`: with lookup
-    in the text before, without, or both.
+    `plans` are drafters by label. Full depth and the last drafter run on all prompts; the others, some far slower, on
+    the first `compared`, and with 0 not at all. `save` gets the results so far now and then, so that a run that is cut
+    off is not lost. `engines`: from `bench_engines`, for several runs to share them and what they compiled. `lookups`:
+    with prompt lookup, without, or both.
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
@@ -174,7 +173,7 @@ def run_lossless_bench(
         ways = {method: way for method, way in ways.items() if method in main}
     rows = {method: LosslessRow(method) for method in ways}
     full_alone = LosslessRow("full")  # on the prompts that all methods share
-    # Short to long, so that what is captured once for a length of text is there before anything is timed.
+    # Short to long, so that graphs are captured for every length before anything is timed.
     by_length = sorted(prompts, key=len)
     spread = [by_length[place * (len(by_length) - 1) // (WARM_UPS - 1)] for place in range(WARM_UPS)]
     asked = spread if compared is None else sorted(prompts[:compared], key=len)
@@ -222,7 +221,7 @@ def run_lossless_bench(
             add_answer(row, tokens, seconds, result)
             if tokens != expected:
                 row.answers_that_differ += 1
-                if not temperature:  # how near a tie was, greedy choices tell
+                if not temperature:  # the size of a near-tie is only defined for greedy decoding
                     row.differences += divergence(model, number, list(prompt), expected, tokens)
             if method == "full" and (compared is None or number < compared):
                 add_answer(full_alone, tokens, seconds, result)
@@ -233,7 +232,7 @@ def run_lossless_bench(
 
 
 def bench_engines(model: Any, plans: dict[str, Plan | None], compile_layers: bool = True) -> dict[str, Engine]:
-    """One for each drafter, by its label, and one for full depth."""
+    """One engine per drafter, by label, and one for full depth."""
     compile = compile_layers and torch.device(model.device).type == "cuda"
     with guess_is_meant():
         engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
@@ -241,11 +240,11 @@ def bench_engines(model: Any, plans: dict[str, Plan | None], compile_layers: boo
 
 
 def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], float, Result | None] | None:
-    """A method that fails leaves a row that says why, and the others go on."""
+    """The answer; if the method fails, its row gets the reason, and the others continue."""
     try:
         return way(ids)
     except Exception as error:
-        if row.method == "full":  # that all are held against
+        if row.method == "full":  # all others are compared with it
             raise
         row.error = failure(error)
         return None

@@ -1,4 +1,4 @@
-"""What lossless mode's bench finds out: a row for each method, and where its answers part from full depth's."""
+"""The report of lossless mode's benchmark: a row per method, and where its answers diverge from full depth."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from depthdecay.engine.result import Result
 
 @dataclass
 class Divergence:
-    """Where an answer leaves full depth's, and by how little full depth had decided there.
+    """Where an answer diverges from full depth, and how near the tie was there.
 
-    The margin is between the two tokens' logits, in a plain pass of the model over the text that both share. `as_close`
-    is the share of that answer's tokens that win over the second best by no more.
+    The margin is between the two tokens' logits, in a plain pass of the model over the shared text. `as_close` is the
+    share of tokens in the full-depth answer whose lead over the second best is no larger than that.
     """
 
     prompt: int
     token: int
     margin: float
-    spacing: float  # of the number type at logits of this size: what one rounding can move
+    spacing: float  # of the dtype at logits of this size: one rounding step
     as_close: float
 
 
 @dataclass
 class LosslessRow:
-    """One way to decode over all prompts. Seconds are of decoding; transformers' include the prompt's pass."""
+    """One method over all prompts. Seconds are of decoding; those of transformers include the prefill."""
 
     method: str
     prompts: int = 0
     tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float | None = None
-    speedup: float | None = None  # against our own full depth, prompt by prompt in turns
+    speedup: float | None = None  # over our own full depth, measured in turns prompt by prompt
     drafted: int = 0
     accepted: int = 0
     acceptance: float | None = None
@@ -63,7 +63,7 @@ class LosslessReport:
 @torch.no_grad()
 def divergence(model: Any, number: int, ids: list[int], expected: list[int], tokens: list[int]) -> list[Divergence]:
     place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
-    if place is None:  # one is the beginning of the other
+    if place is None:  # one is a prefix of the other
         return []
     output = model(torch.tensor([ids + expected], device=model.device), logits_to_keep=len(expected) + 1)
     logits = output.logits[0, :-1].float()
@@ -75,13 +75,13 @@ def divergence(model: Any, number: int, ids: list[int], expected: list[int], tok
 
 
 def add_answer(row: LosslessRow, tokens: list[int], seconds: float, result: Result | None) -> None:
-    row.tokens += len(tokens) - (result is not None)  # our first token comes with the prompt, which is not timed
+    row.tokens += len(tokens) - (result is not None)  # our first token comes from the prefill, which is not timed
     row.seconds += seconds
     if result is not None and result.mode == "lossless":
         row.drafted += result.drafted
         row.accepted += result.accepted
         row._verifications += result.verifications
-        row._passes += result.layer_passes / result.num_layers - 1  # without the first token's, as for the tokens
+        row._passes += result.layer_passes / result.num_layers - 1  # without the first token's pass either
 
 
 def finish_row(row: LosslessRow, full: LosslessRow) -> None:

@@ -1,4 +1,4 @@
-"""How one prompt is answered: by our own modes, and by transformers' ways to draft."""
+"""How one prompt is answered: with our own modes, and with transformers' drafting methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from depthdecay.errors import ArgumentError
 from depthdecay.model.devices import synchronize
 
 PEERS = ("generate", "prompt-lookup", "early-exit", "assisted")
-Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its time, and ours' account
+Way = Callable[[list[int]], tuple[list[int], float, Result | None]]  # an answer, its seconds, and our own Result
 
 
 def our_answer(
@@ -52,8 +52,8 @@ def transformers_answer(
 
 @contextlib.contextmanager
 def _same_layers(model: Any) -> Iterator[None]:
-    """transformers' early exit writes another number of layers into the model's configuration, and where it then fails
-    (5.17's does, on taking a draft back) leaves it there: every later answer would come from half a model."""
+    """transformers' early exit changes the number of layers in the model's config. If it then fails, as 5.17 does when
+    it rejects a draft, it leaves it so, and every later answer would come from half a model."""
     config = model.config.get_text_config(decoder=True)
     before = config.num_hidden_layers
     try:

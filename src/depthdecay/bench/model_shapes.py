@@ -1,4 +1,4 @@
-"""Models of a true shape with random weights: right for speed, useless for text."""
+"""Random weights in the shapes of real models: valid for speed, useless for text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of a true shape with random weights, made on the device itself."""
+    """A model in a real model's shape with random weights, created directly on the device."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     check_shape(shape)
@@ -52,11 +52,11 @@ def check_shape(shape: str) -> None:
 
 
 def check_source(model: object, shape: str | None) -> None:
-    """A bench is of one model: real, or of a shape."""
+    """A benchmark takes one model: a real one, or a shape."""
     if shape is None:
         return
     if model is not None:
-        raise ArgumentError("shape and model were given together; bench one of them at a time", "shape", "model")
+        raise ArgumentError("shape and model were given together; give one of them", "shape", "model")
     check_shape(shape)
 
 
@@ -67,10 +67,10 @@ def load_model_or_shape(
     dtype: str | torch.dtype | None,
     say: Callable[[str], None],
 ) -> LoadedModel:
-    """A model, the embedded one where none is named; or random weights, on a GPU in bfloat16 unless told otherwise."""
+    """The model, by default the embedded one; or random weights, by default in bfloat16 on a GPU, else in float32."""
     if shape is None:
         return as_loaded(EMBEDDED_MODEL if model is None else model, device=device, dtype=dtype, progress=say)
     place = choose_device(device)
     number_type = choose_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    say(f"making {shape} with random weights")
+    say(f"creating {shape} with random weights")
     return LoadedModel(random_model(shape, place, number_type), None, shape, "random")

@@ -1,4 +1,4 @@
-"""What draft steps and verifications of lossless mode cost, in full-depth steps, and the speed that follows."""
+"""The cost of lossless mode's draft steps and verifications, in full-depth steps, and the speed-up that follows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ACCEPTED = (0.7, 0.8, 0.9, 0.95)
 
 @dataclass
 class StepCostReport:
-    """What passes of lossless mode cost on a machine, in full-depth steps; from it follows the speed of any text."""
+    """The cost of lossless mode's passes on this machine, in full-depth steps, and the speed-up by acceptance rate."""
 
     model: str
     settings: dict[str, Any]
     full_ms: float
     drafts: dict[str, float]  # by depth
     verifications: dict[str, float]  # by number of tokens
-    speedups: list[dict[str, float]]  # by depth and acceptance, with the window that is best there
+    speedups: list[dict[str, float]]  # by depth and acceptance rate, each with its best window
 
     def to_dict(self) -> dict[str, Any]:
         return {"step_costs": asdict(self)}
@@ -120,12 +120,12 @@ def _step_costs(model: Any, name: str, prompt_tokens: int, compile_layers: bool,
 
 
 def _between(known: dict[int, float], tokens: int) -> float:
-    """What lies between two numbers of tokens that were timed."""
+    """The cost for this many tokens, interpolated between those that were timed."""
     return float(np.interp(tokens, list(known), list(known.values())))
 
 
 def _paced(lane: Lane, pace: Pace, depths: Sequence[int]) -> Pace:
-    """Graphs are timed where they are captured."""
+    """Runs each pass once: graphs are timed when they are captured."""
     try:
         for depth in depths:
             lane.draft(depth, 0)
@@ -134,12 +134,12 @@ def _paced(lane: Lane, pace: Pace, depths: Sequence[int]) -> Pace:
             lane.verify(tokens - 1)
             lane.begin(0)
     except NotCapturable:
-        raise DepthDecayError("this model cannot run as CUDA graphs; its passes were not timed") from None
+        raise DepthDecayError("this model cannot be captured in CUDA graphs; its passes were not timed") from None
     return pace
 
 
 def _paced_by_clock(lane: HostLane, depths: Sequence[int], rounds: int) -> Pace:
-    """Rounds over all passes, the least of each: what else a machine does falls on all alike."""
+    """The fastest of several rounds over all passes, so that other load on the machine affects all alike."""
     pace, layers = Pace(), lane.plan.num_layers
 
     def seconds(depth: int, tokens: int, before: float | None, is_draft: bool) -> float:
