@@ -1,8 +1,8 @@
 """What a plan saves in a batch on a busy machine: full depth and decay, step by step in turns.
 
 python benchmarks/batch_steps.py [--rows 32] [--tokens 128] [--json FILE]. Two batches of one model, started together,
-take turns at every step, so that both see the same machine. Times are those of the thread on its processor, which
-others use too. Without HTTP; prompts are not counted, only decoding.
+take turns at every step, so that both see the same machine load. Times are CPU times of the thread, since the cores are
+shared. Decoding only: no HTTP, no prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from depthdecay.result_files import write_result
 
 
 def started(engine: Engine, mode: str, arguments: argparse.Namespace) -> Batcher:
-    """A batch whose prompts have been read."""
+    """A batch whose prompts are prefilled."""
     settings = BatchSettings(max_batch=arguments.rows, prefill_tokens=1024, max_positions=512, cohort_seconds=0)
     batcher = Batcher(engine, settings)
     batcher.warm_up()
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--speedup", default="1.5")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one thread's time is then all of it
+    torch.set_num_threads(1)  # so that the thread's CPU time is all of it
     loaded = load(device="cpu")
     stack = LayerStack.of(loaded.model)
     plan = Plan.for_speedup(stack.num_layers, arguments.speedup, over_tokens=arguments.tokens)
@@ -60,7 +60,7 @@ def main() -> None:
             seconds[mode].append(time.thread_time() - begun)
         number += 1
     ideal = cost_speedup(plan, stack, arguments.tokens)
-    # By neighbours: what disturbs one step rarely disturbs only that one, and sums would follow the worst of them.
+    # Ratios of neighbouring steps: a disturbance usually hits both, while sums would be dominated by the worst ones.
     by_step = [full / decay for full, decay in zip(seconds["full"], seconds["decay"], strict=True)]
     parts = [by_step[place : place + 8] for place in range(0, len(by_step), 8)]
     smoothed = [statistics.median(part) for part in parts]

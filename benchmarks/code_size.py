@@ -1,10 +1,10 @@
-"""How much code a token passes: the lines that `Engine.generate` loads, by way to run, and the package as a whole.
+"""How much code a token runs through: the lines that `Engine.generate` loads per execution path, and the whole package.
 
-python benchmarks/code_size.py [--source src] [--json FILE]. Each way runs in a process of its own, on a tiny random
-model. What it has imported of the package when its answer is there is counted, lines and files; and the files whose
-functions ran for one of its tokens (of lossless mode, one window). `eager` is the model's own forward, `cpu` one
-compiled call a pass, `cuda` graphs, where there is a GPU; each without and with lossless mode. `server` is a batch of
-requests without HTTP. The source may be another tree, so that two can be held side by side.
+python benchmarks/code_size.py [--source src] [--json FILE]. Each path runs in its own process, on a tiny random model.
+Counted are the files and lines of the package that it has imported by the end of the answer, and the files whose
+functions ran for one token (in lossless mode, one window). `eager` is the model's own forward, `cpu` one compiled call
+per pass, `cuda` CUDA graphs, if there is a GPU; each without and with lossless mode. `server` is a batch of requests
+without HTTP. --source may be another source tree, to compare two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if way.startswith("cuda"):
 from depthdecay import Engine
 try:
     from depthdecay.engine.request import prepare_request
-except ImportError:  # before 0.2.0 modules lay side by side
+except ImportError:  # before 0.2.0 all modules were in one folder
     from depthdecay.request import prepare_request
 engine = Engine(model, fast=False if way.startswith("eager") else None)
 request = prepare_request(engine, [[5, 6, 7]] if way != "server" else [[5, 6, 7], [8, 9]], 12, {"eos_token_id": -1})
@@ -49,7 +49,7 @@ if way == "server":
 else:
     mode = "lossless" if "lossless" in way else "full"
     steps = engine._decoded(request, engine._new_results(request, mode))
-for _ in range(4):  # whatever is loaded, captured or tried first
+for _ in range(4):  # past everything that is loaded, captured or tested at first use
     next(steps)
 passed = set()
 sys.setprofile(lambda frame, event, argument: passed.add(frame.f_code.co_filename))
@@ -67,7 +67,7 @@ def lines(files: list[Path]) -> int:
 
 
 def loaded(source: Path, way: str) -> tuple[list[Path], list[Path]] | None:
-    """The files that a way to run loads, and those that its fifth token passes; None where there is no GPU for it."""
+    """The files that a path loads, and those that its fifth token runs through; None if it needs a missing GPU."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     done = subprocess.run(
         [sys.executable, "-c", RUN, way], capture_output=True, text=True, env=environment, check=False
@@ -93,7 +93,7 @@ def main() -> None:
             files, passed = found
             report[way] = {"files": len(files), "lines": lines(files), "files_a_token_passes": len(passed)}
     for name, size in report.items():
-        passes = f", a token passes {size['files_a_token_passes']} files" if "files_a_token_passes" in size else ""
+        passes = f", {size['files_a_token_passes']} files per token" if "files_a_token_passes" in size else ""
         print(f"{name:16} {size['files']:4} files {size['lines']:7,} lines{passes}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,15 +1,15 @@
-"""Whether a change made anything slower: two source trees side by side on one machine.
+"""Whether a change made anything slower: compares two source trees on one machine.
 
 python benchmarks/compare_trees.py shapes --old OLD/src --new src [--batches 1,16,64] [--serving 64] [--json FILE]
 
-  shapes    random weights of a true shape: batches at full depth and by a plan, then a closed loop of requests
-  serving   the closed loop alone
-  lossless  prompts one by one, at full depth, lossless, and lossless with lookup: --model, --plan and --prompts
+  shapes    random weights in a real shape: batches at full depth and with a plan, then a closed loop of requests
+  serving   only the closed loop
+  lossless  prompts one by one, at full depth, lossless, and lossless with prompt lookup: --model, --plan and --prompts
   cpu       the embedded model in 4 bits on the CPU: --prompts one by one, then the closed loop
 
-Each tree runs in a process of its own. They are asked in turns (old new, new old, ...), so that one waits while the
-other measures and both see the same machine. What is compiled or captured is so before the rounds, in turns too. Ratios
-are times of neighbours, new over old: above 1 is slower. The JSON says whether answers are the same, not what they are.
+Each tree runs in its own process. They take turns (old new, new old, ...), so that one waits while the other measures
+and both see the same machine load. Compilation and graph capture come before the rounds, also in turns. Ratios are of
+times measured close together, new over old: above 1 is slower. The JSON says whether answers match, not what they are.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from depthdecay.result_files import require_writable, write_result
 WORKER = Path(__file__).parent / "trees" / "worker.py"
 
 MODES = ("full", "decay")
-WARM_UPS = 6  # prompts, as `depthdecay bench --mode lossless` has it
-CHUNK = 5  # prompts before it is the other tree's turn
+WARM_UPS = 6  # prompts, as in `depthdecay bench --mode lossless`
+CHUNK = 5  # prompts per turn
 PATHS = re.compile(r"(/[^\s/]+)+/")
 
 
 class Tree:
-    """A worker's process, from the driver's side."""
+    """A worker process, seen from the driver."""
 
     def __init__(self, name: str, source: str, environment: dict[str, str]) -> None:
         self.name, self.warnings = name, set[str]()
@@ -58,7 +58,7 @@ class Tree:
     def receive(self) -> Any:
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the process of the {self.name} tree ended with {self.process.wait()}")
+            raise SystemExit(f"the process of the {self.name} tree exited with code {self.process.wait()}")
         said = json.loads(line)
         if "error" in said:
             raise SystemExit(f"the {self.name} tree failed:\n{said['error']}")
@@ -76,7 +76,7 @@ class Tree:
 
 
 class Comparison:
-    """Both trees, what they measured, and the file that it goes to."""
+    """Both trees, their measurements, and the result file."""
 
     def __init__(self, arguments: argparse.Namespace, trees: dict[str, Tree], summarise: Callable[..., Any]) -> None:
         self.arguments, self.trees, self.summarise = arguments, trees, summarise
@@ -88,24 +88,24 @@ class Comparison:
         self.started = time.perf_counter()
 
     def turns(self, number: int) -> list[Tree]:
-        """Both trees; neither is always first."""
+        """Both trees, in alternating order."""
         return [self.trees[name] for name in (TREES if number % 2 == 0 else TREES[::-1])]
 
     def both(self, do: str, **asked: Any) -> Any:
-        """At the same time, for what is not measured; what the new tree said."""
+        """Runs something unmeasured in both trees at the same time; returns the new tree's reply."""
         for tree in self.trees.values():
             tree.send(do, **asked)
         return [self.trees[name].receive() for name in TREES][-1]
 
     def measure(self, turn: int, number: int, do: str, row: Row, **asked: Any) -> None:
-        """One measurement, or a list of them, of each tree."""
+        """One measurement, or a list of them, from each tree."""
         for tree in self.turns(turn):
             said = tree.ask(do, **asked)
             for one in said if isinstance(said, list) else [said]:
                 self.rows.append({**row, "tree": tree.name, "round": number, **one})
 
     def save(self) -> None:
-        """After every round, since the next one may be cut short."""
+        """Called after every round, since the next one may be cut short."""
         trees = {name: {"commit": self.commits[name], "warnings": self.trees[name].told_warnings()} for name in TREES}
         command = f"python benchmarks/compare_trees.py {shlex.join(map(named, sys.argv[1:]))}"
         told = {"command": command, "commit": self.commits["new"], "settings": self.settings, "trees": trees}
@@ -117,16 +117,16 @@ class Comparison:
 
 
 def named(value: Any) -> Any:
-    """A path by its last name: where things lie on this machine says nothing about the figures."""
+    """A path shortened to its last part, to keep local paths out of the results."""
     if not isinstance(value, str) or "/" not in value:
         return value
     option, equals, path = value.rpartition("=")
-    there = Path(path).is_absolute() or Path(path).parent.is_dir()  # and no name of a model on the Hub
+    there = Path(path).is_absolute() or Path(path).parent.is_dir()  # not a Hub id
     return option + equals + Path(path).name if there else value
 
 
 def commit_of(source: str) -> str | None:
-    """The commit of a folder that git tracks; a copy inside of another checkout is not of that one's commit."""
+    """The commit of a folder that git tracks. An untracked copy inside another checkout has none."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=source, capture_output=True, text=True, check=True).stdout.strip()
@@ -156,7 +156,7 @@ def run_batches(comparison: Comparison) -> None:
 
 
 def open_serving(comparison: Comparison, prefill_tokens: int) -> Callable[[int, int], None]:
-    """The batchers of both trees, warm; a round in a given turn is one call."""
+    """Opens and warms up the batchers of both trees; the returned function runs one round."""
     arguments = comparison.arguments
     at_a_time, tokens = arguments.serving, arguments.serving_tokens
     size = {"concurrency": at_a_time, "prompt": arguments.serving_prompt, "tokens": tokens}
@@ -164,7 +164,7 @@ def open_serving(comparison: Comparison, prefill_tokens: int) -> Callable[[int, 
     for tree in comparison.turns(0):
         comparison.settings["serving_plan"] = tree.ask("open_serving", **size, **asked)
         for mode in MODES:
-            tree.ask("serving", mode=mode, requests=at_a_time, **size)  # whatever is captured on the way
+            tree.ask("serving", mode=mode, requests=at_a_time, **size)  # captures the graphs
 
     def run(turn: int, number: int) -> None:
         for place, mode in enumerate(MODES):
@@ -192,7 +192,7 @@ def single_prompts(comparison: Comparison) -> None:
     arguments, embedded = comparison.arguments, comparison.arguments.command == "cpu"
     if embedded:
         ways, model = ["full", "decay", "lossless", "lookup"], {"model": None, "device": "cpu", "quantize": "int4"}
-        # One plan for both trees: what another one saves would be no matter of the code.
+        # The same plan for both trees, so that only the code differs.
         plan = str(Path(arguments.old).resolve() / "depthdecay" / "data" / "smollm2-135m")
     else:
         ways, plan = ["full", "lossless", "lookup"], arguments.plan
@@ -204,7 +204,7 @@ def single_prompts(comparison: Comparison) -> None:
     for tree in comparison.turns(0):
         said = tree.ask("open_prompts", texts=texts, plan=plan, embedded=embedded)
         comparison.settings["plan"] = said["plan"]
-        # Short to long, so that what is captured once for a length of text is there before anything is timed.
+        # Short to long, so that graphs are captured for every length before anything is timed.
         order = sorted(range(len(texts)), key=said["lengths"].__getitem__)
         warm_ups = 2 if embedded else WARM_UPS
         warm = [order[place * (len(order) - 1) // (warm_ups - 1)] for place in range(warm_ups)]
@@ -212,7 +212,7 @@ def single_prompts(comparison: Comparison) -> None:
             tree.ask("answers", ways=[way], prompts=warm, **size)
     run = open_serving(comparison, prefill_tokens=128) if embedded and arguments.serving else None
     each = range(len(texts))
-    if embedded:  # others' work disturbs CPUs more, so that the trees change with every answer
+    if embedded:  # CPUs are disturbed more by other work, so the trees alternate with every answer
         turns = [([way], [prompt]) for prompt in each for way in ways]
     else:
         turns = [(ways, list(each[first : first + CHUNK])) for first in each[::CHUNK]]
@@ -230,7 +230,7 @@ RANDOM = {"shape": "llama-2-7b", "device": "auto", "dtype": "bf16"}
 BATCHES = {"batches": "1,16,64", "prompt_tokens": 32, "new_tokens": 256, "speedup": "1.669", "rounds": 6}
 LOOP = {"serving": 64, "serving_requests": 0, "serving_prompt": 32, "serving_tokens": 128, "serving_speedup": "1.5"}
 MODEL = {"model": "", "plan": "", "device": "auto", "dtype": "bf16"}
-DEFAULTS: dict[str, Row] = {  # "" has to be given
+DEFAULTS: dict[str, Row] = {  # "": required
     "shapes": RANDOM | BATCHES | LOOP | {"serving": 0, "serving_rounds": 8},
     "serving": RANDOM | LOOP | {"serving_rounds": 8},
     "lossless": MODEL | {"prompts": "", "limit": 40, "new_tokens": 128, "rounds": 3},
@@ -240,10 +240,10 @@ DEFAULTS: dict[str, Row] = {  # "" has to be given
 }
 HELP = {
     "prompts": 'a file of lines {"prompt": "..."}',
-    "limit": "how many of the prompts",
-    "plan": "to draft by",
-    "serving": "requests at a time; 0: no closed loop",
-    "serving_requests": "of a round; 0: twice as many as at a time",
+    "limit": "how many prompts to use",
+    "plan": "the plan to draft with",
+    "serving": "concurrent requests; 0: no closed loop",
+    "serving_requests": "requests per round; 0: twice the concurrent ones",
 }
 
 
@@ -253,8 +253,8 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     for name, defaults in DEFAULTS.items():
         add = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
         for tree in TREES:
-            add(f"--{tree}", required=True, metavar="DIR", help="the folder that holds its depthdecay/")
-            add(f"--{tree}-commit", help="where git cannot tell")
+            add(f"--{tree}", required=True, metavar="DIR", help="the folder that contains its depthdecay/")
+            add(f"--{tree}-commit", help="its commit, if git cannot tell")
         add("--json", metavar="FILE")
         for option, value in defaults.items():
             flag, about = f"--{option.replace('_', '-')}", HELP.get(option, " ")
@@ -268,7 +268,7 @@ def main() -> None:
         require_writable(arguments.json)
     summarise = SUMMARIES[arguments.command]
     with ExitStack() as stack:
-        # A cache each for weights in 4 bits: what one tree keeps must not be read by the other.
+        # Separate caches for 4-bit weights: one tree must not read what the other wrote.
         cache = stack.enter_context(tempfile.TemporaryDirectory()) if arguments.command == "cpu" else None
         caches = {name: {"DEPTHDECAY_CACHE": f"{cache}/{name}"} if cache else {} for name in TREES}
         trees = {name: Tree(name, getattr(arguments, name), caches[name]) for name in TREES}

@@ -1,7 +1,7 @@
-"""Where a token's milliseconds go on a CPU: layers, output matrix, and everything outside the compiled call.
+"""Where a token's milliseconds go on a CPU: layers, LM head, and everything outside the compiled call.
 
 python benchmarks/cpu_profile.py [--model M] [--rounds 5] [--json FILE]. Medians over rounds; within a round, settings
-take turns, so that they meet the same disturbances.
+take turns, so that they see the same machine load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEW_TOKENS, PROMPT = 128, 32
 
 
 def seconds_of_passes(stack: LayerStack, depth: int, ids: list[int]) -> float:
-    """The median compiled pass over one token at a depth, at places that a text of this length has."""
+    """The median time of a compiled pass over one token at a depth, over all positions of an answer."""
     layers = stack.num_layers
     plan = Plan.constant(layers, depth, drop_order=list(range(1, layers)))
     blocks = KVBlocks.of_rows(stack.kept_shapes(), [[PROMPT + NEW_TOKENS] * layers])
@@ -60,7 +60,7 @@ def main() -> None:
         for setting, engine in engines.items():
             layers = engine.stack.num_layers
             whole, one = (seconds_of_passes(engine.stack, depth, ids[0].tolist()) for depth in (layers, 1))
-            head = one - (whole - one) / (layers - 1)  # no pass has no layer at all
+            head = one - (whole - one) / (layers - 1)  # extrapolated: there is no pass without layers
             with never_ending(loaded.model):
                 step = engine.generate(ids.tolist(), NEW_TOKENS, mode="full", do_sample=False)[0].ms_per_token
             parts = {"step": step, "layers": 1000 * (whole - head), "output matrix": 1000 * head}
@@ -73,7 +73,7 @@ def main() -> None:
         medians = {name: round(statistics.median(values), 3) for name, values in found[setting].items()}
         figures[setting] = {**medians, "memory floor": round(size / bandwidth / 1e6, 3), "bytes": size}
         print(setting, figures[setting])
-    print(f"a large read moves {bandwidth:.1f} GB/s")
+    print(f"memory bandwidth (large read): {bandwidth:.1f} GB/s")
     if arguments.json:
         from depthdecay.result_files import write_result
 

@@ -1,12 +1,12 @@
-"""What exact batches cost, and what they give: answers that do not depend on their neighbours.
+"""What exact (batch-invariant) batches cost, and that their answers do not depend on the rest of the batch.
 
 python benchmarks/exact_batches.py cost [--shape llama-2-7b] [--rows 1,8,16,64] [--json FILE]: full-depth steps of a
-plain batch and of an exact one, in turns, on random weights of a true shape; and how long so many prompts take to read.
+plain and of an exact batch, in turns, on random weights in a real shape; and the time to prefill as many prompts.
 
-python benchmarks/exact_batches.py count --model M --prompts FILE [--at 8,64] [--json FILE]: prompts of a real model
-alone, then so many at a time with random arrivals; how many answers differ from those alone, in an exact batch and in a
-plain one. To answer alone takes most of the time: --count and --skip share the prompts out among runs, and the plain
-batch answers the first --plain of them only.
+python benchmarks/exact_batches.py count --model M --prompts FILE [--at 8,64] [--json FILE]: a model answers prompts
+alone, then several at a time with random arrivals. Counts the answers that differ from those alone, in an exact and in
+a plain batch. Answering alone takes most of the time: split the prompts over several runs with --count and --skip. The
+plain batch answers only the first --plain of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def batcher_of(engine: Engine, way: str, rows: int, positions: int) -> Batcher:
 
 
 def timed_steps(batcher: Batcher, rows: int, prompt: int, steps: int) -> tuple[float, float]:
-    """Milliseconds until so many prompts are read, and of a step in which all decode."""
+    """Milliseconds to prefill all prompts, and of a step in which all rows decode."""
     chosen = random.Random(rows)
     vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
     prompts = [[chosen.randrange(3, vocabulary) for _ in range(prompt)] for _ in range(rows)]
@@ -79,7 +79,7 @@ def cost(arguments: argparse.Namespace) -> dict[str, Any]:
     device, dtype = choose_device(arguments.device), choose_dtype(arguments.dtype)
     assert dtype is not None
     numbers = [int(rows) for rows in arguments.rows.split(",")]
-    # The first to be read decode while the others are: a step reads 64 tokens of prompts or more.
+    # The first rows decode while others are prefilled, with at least 64 prompt tokens per step.
     positions = arguments.prompt + arguments.prompt * max(numbers) // 64 + arguments.steps + 64
     engine = Engine(random_model(arguments.shape, device, dtype), None, compile=True)
     batchers = {way: batcher_of(engine, way, max(numbers), positions) for way in WAYS}
@@ -105,7 +105,7 @@ def cost(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def answered(batcher: Batcher, requests: Sequence[Any], mode: str, at_a_time: int) -> list[list[int]]:
-    """The tokens of each request, so many at a time, in random order and at random steps."""
+    """The tokens of each request, `at_a_time` in the batch, arriving in random order at random steps."""
     chosen = random.Random(at_a_time)
     order = chosen.sample(range(len(requests)), len(requests))
     places: dict[int, int] = {}
@@ -124,7 +124,7 @@ def answered(batcher: Batcher, requests: Sequence[Any], mode: str, at_a_time: in
 
 
 def differing(found: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> tuple[int, float | None]:
-    """How many answers differ, and the middle of where they begin to."""
+    """How many answers differ, and the median position of the first difference."""
     firsts = []
     for got, expected in zip(found, alone, strict=True):
         if got != expected:
@@ -185,19 +185,19 @@ def parsed() -> argparse.Namespace:
     costs.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
     costs.add_argument("--rows", default="1,8,16,64")
     costs.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    costs.add_argument("--steps", type=int, default=20, help="that are timed in each round")
+    costs.add_argument("--steps", type=int, default=20, help="timed steps per round")
     costs.add_argument("--rounds", type=int, default=3)
     counts = commands.add_parser("count")
     counts.add_argument("--model", required=True)
     counts.add_argument("--prompts", required=True, help="a .jsonl or .txt file")
     counts.add_argument("--skip", type=int, default=0)
     counts.add_argument("--count", type=int, default=200)
-    counts.add_argument("--plain", type=int, default=40, help="so many of them in a plain batch too")
-    counts.add_argument("--engine", type=int, default=0, help="so many of them by Engine.generate too")
+    counts.add_argument("--plain", type=int, default=40, help="how many of them to run in a plain batch too")
+    counts.add_argument("--engine", type=int, default=0, help="how many of them to run with Engine.generate too")
     counts.add_argument("--tokens", type=int, default=256)
-    counts.add_argument("--at", default="8,64", help="how many at a time")
+    counts.add_argument("--at", default="8,64", help="batch sizes")
     counts.add_argument("--mode", choices=("full", "lossless"), default="full")
-    counts.add_argument("--temperature", type=float, help="seeded, with top-p 0.9; else greedy")
+    counts.add_argument("--temperature", type=float, help="sample with a seed and top-p 0.9 (default: greedy)")
     for command in (costs, counts):
         command.add_argument("--device")
         command.add_argument("--dtype", default="bf16")

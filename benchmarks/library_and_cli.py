@@ -1,7 +1,7 @@
-"""The README's Python example beside `depthdecay generate`: the same tokens, and the ratio of their speeds.
+"""The README's Python example compared with `depthdecay generate`: the same tokens, and the ratio of their speeds.
 
-python benchmarks/library_and_cli.py [--rounds 8] [--json FILE]. Each answer has a process of its own, as users have it;
-library and command line take turns, and the one that begins changes from round to round.
+python benchmarks/library_and_cli.py [--rounds 8] [--json FILE]. Each answer runs in its own process, as for users.
+Library and command line take turns, in alternating order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def answered(command: list[str]) -> dict[str, Any]:
 
 
 def compare(settings: str, words: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    by_library(settings), by_command(words)  # what is kept on disk is there afterwards
+    by_library(settings), by_command(words)  # fills the caches on disk
     ratios, same = [], True
     for number in range(rounds):
         if number % 2:
@@ -67,11 +67,9 @@ def main() -> None:
     rows = {}
     for way, (settings, words) in WAYS.items():
         row = rows[way] = compare(settings, words, arguments.rounds)
-        told = "the same tokens" if row["same_tokens"] else "OTHER TOKENS"
+        told = "the same tokens" if row["same_tokens"] else "DIFFERENT TOKENS"
         low, high = row["rounds"][0], row["rounds"][-1]
-        print(
-            f"{way:12} {told}, time a token {row['library_over_command']:.3f} of the command's [{low:.2f}, {high:.2f}]"
-        )
+        print(f"{way:12} {told}, time per token library/CLI {row['library_over_command']:.3f} [{low:.2f}, {high:.2f}]")
     write_result(arguments.json, {"prompt": PROMPT, "new_tokens": TOKENS, "ways": rows})
 
 

@@ -1,9 +1,9 @@
-"""Lossless mode beside full depth in batches on a CPU: the ratio of their decoding times, for a task's questions.
+"""Lossless mode compared with full depth in batches on a CPU: the ratio of decoding times on a task's questions.
 
 python benchmarks/lossless_batches.py --data FOLDER [--batches 1,8,16] [--tokens 96] [--rounds 3] [--json FILE]. FOLDER
-holds gsm8k/test.jsonl, bbh and bbh-cot-prompts. Both modes answer the same questions, each in a batch of its own, and
-take turns at every step, so that both see the same machine. Times are those of one thread on its processor, which
-others use too. Prompts are read before and not counted. Questions of a round are others than those of the last.
+contains gsm8k/test.jsonl, bbh and bbh-cot-prompts. Both modes answer the same questions, each in its own batch, and
+take turns at every step, so that both see the same machine load. Times are CPU times of one thread, since the cores are
+shared, without prefill. Every round has new questions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from depthdecay.evaluation.task import TaskOptions, open_task
 from depthdecay.result_files import write_result
 
 MODES = ("full", "lossless")
-Told = list[list[int]]  # tokens by answer
+Told = list[list[int]]  # the tokens of each answer
 
 
 def questions(loaded: Any, folder: Path, count: int) -> dict[str, list[list[int]]]:
-    """By task, so many prompts as `depthdecay eval` asks them."""
+    """`count` prompts per task, formatted as in `depthdecay eval`."""
     half = -(-count // 2)
     tasks = {
         "gsm8k": open_task("gsm8k", TaskOptions(str(folder / "gsm8k" / "test.jsonl"), count)),
@@ -37,12 +37,12 @@ def questions(loaded: Any, folder: Path, count: int) -> dict[str, list[list[int]
     }
     asked = {name: ask_all(loaded, task, EvaluationSettings(), True).prompts for name, task in tasks.items()}
     first, second = asked["bbh"][:half], asked["bbh"][half:]
-    asked["bbh"] = [prompt for pair in zip(first, second, strict=True) for prompt in pair]  # so a batch has both
+    asked["bbh"] = [prompt for pair in zip(first, second, strict=True) for prompt in pair]  # so that a batch has both
     return asked
 
 
 def answering(engine: Engine, mode: str, prompts: list[list[int]], tokens: int, told: Told) -> Iterator[None]:
-    """A turn for each step, the first one with all prompts read. One text goes as `Engine.stream` has it."""
+    """Yields after each decode step, first after the prefill of all prompts. A single text uses `Engine.stream`."""
     if len(prompts) == 1:
         stream = engine.stream(prompts[0], tokens, mode=mode, eos_token_id=-1, **PLAIN_GREEDY)
         for _ in stream:
@@ -67,13 +67,13 @@ def answering(engine: Engine, mode: str, prompts: list[list[int]], tokens: int, 
 
 
 def measure(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Seconds of either mode behind its prompts, and whether the answers are the same."""
+    """The ratio of both modes' decoding times, and whether the answers are the same."""
     told: dict[str, Told] = {mode: [] for mode in MODES}
     turns = {mode: answering(engine, mode, prompts, tokens, told[mode]) for mode in MODES}
     set_threads(physical_cores())
     for turn in turns.values():
         next(turn)
-    set_threads(1)  # one thread's time is then all of it
+    set_threads(1)  # so that the thread's CPU time is all of it
     seconds, going, number = dict.fromkeys(MODES, 0.0), set(MODES), 0
     while going:
         for mode in MODES if number % 2 else MODES[::-1]:  # neither is always first

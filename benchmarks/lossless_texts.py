@@ -1,10 +1,10 @@
-"""Lossless mode on several kinds of text, by one loaded model: speed against full depth, and answers that differ.
+"""Lossless mode on several kinds of text with one loaded model: speed-up over full depth, and answers that differ.
 
 python benchmarks/lossless_texts.py --model M --plan PLAN [-n 128] [--skip 0] [--limit 40] [--temperature 0.7]
 [--lookup both] [--json FILE] chat=questions.jsonl sums=gsm8k.jsonl …
 
-Prompt files are those of `depthdecay bench --mode lossless`, which measures one of them beside transformers' own ways
-to draft. Here the engines are shared, as in a process that answers whatever comes.
+Prompt files are as for `depthdecay bench --mode lossless`, which measures one of them, with transformers' drafting
+methods for comparison. Here the engines are shared, as in a process that answers requests of all kinds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=10**6)
-    parser.add_argument("--skip", type=int, default=0, help="prompts at the beginning of each file")
+    parser.add_argument("--skip", type=int, default=0, help="skip this many prompts at the beginning of each file")
     parser.add_argument("--lookup", choices=LOOKUPS, default="both")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", metavar="FILE")
@@ -63,8 +63,8 @@ def main() -> None:
         reports[name] = report.to_dict()
         for row in report.lossless_rows:
             speed = "" if row.speedup is None else f"{row.speedup:.3f}x"
-            window = "" if row.tokens_per_verification is None else f"{row.tokens_per_verification:.2f} tokens a window"
-            right = "" if row.acceptance is None else f"{row.acceptance:.1%} of drafts right"
+            window = "" if row.tokens_per_verification is None else f"{row.tokens_per_verification:.2f} tokens/window"
+            right = "" if row.acceptance is None else f"{row.acceptance:.1%} of drafts accepted"
             rate = 0.0 if row.tokens_per_second is None else row.tokens_per_second
             print(
                 f"{name:12} {row.method:36} {rate:7.1f} tokens/s {speed:8} {window} {right} "

@@ -1,11 +1,12 @@
-"""What full depth again would bring where a shallow pass is unsure: agreement at equal cost, by position and by doubt.
+"""Would it pay to redo uncertain tokens at full depth? Agreement at equal cost, by position and by uncertainty.
 
 python benchmarks/position_and_doubt.py --model M --plan PLAN --prompts FILE [--speedups 1.05,1.1,1.2] [--json FILE]
 
-By position alone, the plan's ladder and maps run at each of the speed-ups. By position and doubt, a faster decay runs,
-and where its likeliest token is least likely a pass at full depth follows and decides. Such a pass costs all layers
-once: it also reads the tokens since the last one, as a verification does, so that every layer has its keys. As many
-places get one as make the cost equal. All on the full model's own answers, where a pass at full depth is always right.
+By position alone, the plan's ladder and repair maps run at each speed-up. By position and doubt, a faster decay runs,
+and where its top token has the lowest probability, a pass at full depth follows and decides. Such a pass costs all
+layers once: like a verification, it also covers the tokens since the last one, so that every layer has its keys and
+values. As many positions get one as make the cost equal. All on the full model's own answers, where full depth is
+always right.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan on all places of all texts, one behind the other."""
+    """A plan at all positions of all texts, concatenated."""
 
-    speedup: float  # that was asked for
+    speedup: float  # as requested
     agrees: torch.Tensor
-    doubt: torch.Tensor  # one less the chance of the likeliest token
-    layers: torch.Tensor  # that ran, maps counted
-    text: torch.Tensor  # which of them
+    doubt: torch.Tensor  # 1 - probability of the top token
+    layers: torch.Tensor  # executed, maps included
+    text: torch.Tensor  # index of the text
 
     @property
     def mean_layers(self) -> float:
@@ -47,20 +48,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two rules at one cost."""
+    """Two rules at the same cost."""
 
     speedup: float  # of both, in layers
     by_position: float  # agreement
-    faster: float  # the speed-up of the decay that doubt corrects
+    faster: float  # the speed-up of the decay that is corrected where it is uncertain
     share_doubted: float
     by_position_and_doubt: float
     gain: float
-    gain_low: float  # 95%, by resampling texts
+    gain_low: float  # 95% interval, resampling texts
     gain_high: float
 
 
 def compared(slow: Measured, fast: Measured, num_layers: int) -> Compared:
-    """Give the faster plan as many full passes as the slower one has layers more, where it doubts most."""
+    """Spend the extra layers of the slower plan on full passes for the faster one, where it is least certain."""
     share = (slow.mean_layers - fast.mean_layers) / num_layers
     count = round(share * len(fast.doubt))
     again = torch.zeros_like(fast.agrees)
@@ -81,7 +82,7 @@ def compared(slow: Measured, fast: Measured, num_layers: int) -> Compared:
 
 
 def _interval(values: torch.Tensor, text: torch.Tensor) -> tuple[float, float]:
-    """95% of a mean over places, by resampling texts: places of one text are not independent."""
+    """95% interval of a mean over positions, resampling texts: positions of one text are not independent."""
     texts = int(text.max()) + 1
     sums = torch.zeros(texts, dtype=torch.float64).index_add_(0, text, values)
     counts = torch.bincount(text, minlength=texts).double()

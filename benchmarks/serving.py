@@ -1,8 +1,8 @@
 """Throughput of our server at full depth and with a plan, and of `transformers serve`, in turns.
 
-python benchmarks/serving.py [--rounds 3] [--requests 64] [--json FILE]. Both serve the same weights in float32 on CPUs,
-both stream over HTTP to as many clients at a time, and every answer has the same length: the model is told no end of
-text. Each round runs all, so that what else the machine does falls on all of them.
+python benchmarks/serving.py [--rounds 3] [--requests 64] [--json FILE]. Both serve the same weights in float32 on CPUs
+and stream over HTTP to the same number of clients. All answers have the same length, since end of text is disabled.
+Each round runs all of them, so that other load on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def serving(command: list[str], threads: int) -> Iterator[str]:
     process = subprocess.Popen([*command, "--port", str(port)], env=environment, **quiet)
     try:
         while True:
-            assert process.poll() is None, f"{command} ended"
+            assert process.poll() is None, f"{command} exited"
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"http://localhost:{port}/health").status_code == 200:
                     break
@@ -64,7 +64,7 @@ def run_ours(url: str, mode: str, arguments: argparse.Namespace, number: int) ->
 
 
 def run_peer(url: str, folder: str, arguments: argparse.Namespace, number: int) -> dict[str, Any]:
-    """The same prompts in the same order, as many at a time."""
+    """The same prompts in the same order, with the same concurrency."""
     generator = random.Random(number)
     asked = Load(requests=arguments.requests, max_tokens=arguments.tokens)
     prompts = [ask_for(asked, generator, place)[0]["prompt"] for place in range(arguments.requests)]

@@ -1,10 +1,10 @@
-"""What a batch of requests gains by a plan on a model of a true shape with random weights, without HTTP.
+"""What a batch of requests gains from a plan, on random weights in a real model's shape, without HTTP.
 
 python benchmarks/serving_shapes.py [--shape llama-2-7b] [--concurrency 64] [--json FILE]. First a closed loop: as soon
 as an answer ends, the next request comes. Full depth and decay take turns, and one round of each runs eagerly. Then
-requests arrive at random times, at shares of the closed loop's rate at full depth, and both modes see the same times.
-Answers have a fixed length. Times are the host's: to the first token from when a request was due, then per token of
-each answer.
+requests arrive at random times, at fractions of the closed loop's full-depth rate, at the same times for both modes.
+Answers have a fixed length. Times are wall-clock on the host: to the first token from when a request was due, then per
+token of each answer.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Load:
         run.due[number] = due
 
     def step(self, run: Run) -> int:
-        """How many answers ended."""
+        """One step; returns how many answers ended."""
         started = time.perf_counter()
         updates = self.batcher.step()
         now = time.perf_counter()
@@ -104,7 +104,7 @@ class Load:
         return sum(update.finished for update in updates)
 
     def closed(self, mode: str, concurrency: int, requests: int) -> Run:
-        """So many at a time until all are answered."""
+        """`concurrency` requests at a time until all are answered."""
         run, started, ended = Run(), time.perf_counter(), 0
         while ended < requests:
             while len(run.due) < min(requests, ended + concurrency):
@@ -114,7 +114,7 @@ class Load:
         return run
 
     def poisson(self, mode: str, rate: float, requests: int) -> Run:
-        """They come when they come: the same times for every mode."""
+        """Requests at random times, which are the same for every mode."""
         generator = random.Random(0)
         waits = [generator.expovariate(rate) for _ in range(requests)]
         run, started, ended = Run(), time.perf_counter(), 0
@@ -132,7 +132,7 @@ class Load:
 
 
 def joined(runs: list[Run]) -> Run:
-    """Rounds as one run; each has its own numbers of requests."""
+    """Several rounds as one run; their request ids are distinct."""
     whole = Run()
     for run in runs:
         whole.seconds += run.seconds
@@ -161,10 +161,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--speedup", default="1.5")
-    parser.add_argument("--rounds", type=int, default=3, help="of the closed loop")
-    parser.add_argument("--rates", default="0.25,0.5,0.8", help="shares of full depth's closed loop")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals at each rate")
-    parser.add_argument("--compile", action="store_true", help="compile the layers of the graphs")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the closed loop")
+    parser.add_argument(
+        "--rates", default="0.25,0.5,0.8", help="arrival rates, as fractions of the closed loop's at full depth"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of arrivals at each rate")
+    parser.add_argument("--compile", action="store_true", help="compile the layers that graphs capture")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -188,7 +190,7 @@ def main() -> None:
         print(f"{time.perf_counter() - begun:6.1f} s", json.dumps(rows[-1]), flush=True)
 
     eager = started(Engine(model, None, plan, graphs=False), arguments)
-    eager.closed("full", 1, 1)  # what is loaded at first use
+    eager.closed("full", 1, 1)  # warm-up
     for mode in modes:
         tell("closed, eager", mode, eager.closed(mode, concurrency, concurrency))
     del eager
@@ -201,7 +203,7 @@ def main() -> None:
     warming = time.perf_counter() - warming
     captured = torch.cuda.memory_reserved() - before - load.batcher.usage().total if on_cuda else 0
     for mode in modes:
-        load.closed(mode, concurrency, concurrency)  # whatever is captured on the way
+        load.closed(mode, concurrency, concurrency)  # captures the remaining graphs
     closed: dict[str, list[Run]] = {mode: [] for mode in modes}
     for number in range(arguments.rounds):
         for mode in modes if number % 2 == 0 else modes[::-1]:

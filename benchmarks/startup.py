@@ -1,6 +1,6 @@
-"""How long a newcomer waits: from starting a process to the first token of the embedded model, several times.
+"""Time from starting a process to the first token of the embedded model, median of several runs.
 
-python benchmarks/startup.py [--runs 5] [--json FILE]. The first start ever, which converts the model, is not counted.
+python benchmarks/startup.py [--runs 5] [--json FILE]. The very first start, which converts the model, is not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-# What `depthdecay generate` does, with a clock between its parts.
+# What `depthdecay generate` does, timed part by part.
 CHILD = """
 import time; t0 = time.perf_counter()
 from depthdecay.cli.options import ModelOptions

@@ -1,4 +1,4 @@
-"""What measurements of two source trees say: ratios of neighbours in time, whether one is slower, and of answers."""
+"""Statistics on two source trees: speed ratios of runs close in time, whether one is slower, differing answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 Row = dict[str, Any]
 TREES = ("old", "new")
-KINDS = ("kind", "batch", "at_a_time", "way", "mode")  # what tells measurements apart
+KINDS = ("kind", "batch", "at_a_time", "way", "mode")  # identify a measurement
 DRAFTS = ("drafted", "accepted", "verifications")
 SLOWER = 1.02
-ENOUGH = 6  # pairs; the interval of fewer is hardly more than their range
+ENOUGH = 6  # pairs; with fewer, the interval is hardly more than their range
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -27,7 +27,7 @@ def group_named(group: tuple[Any, ...], *names: str) -> Row:
 
 
 def columns(rows: list[Row]) -> list[Row]:
-    """Every figure of every round but the answers, as lists: a name with each figure would be most of the file."""
+    """All figures of all rounds except the answers, as columns: repeating the names would be most of the file."""
     tables: list[Row] = []
     for group, members in grouped(rows, *KINDS, "tree").items():
         tables.append(group_named(group, *KINDS, "tree"))
@@ -42,7 +42,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def interval(values: list[float], times: int = 2000) -> list[float]:
-    """95% of the median, by bootstrap."""
+    """95% interval of the median, by bootstrap."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(times))
     return [medians[int(0.025 * times)], medians[int(0.975 * times) - 1]]
@@ -56,7 +56,7 @@ def verdict(ratio: Row) -> str:
 
 
 def compared(rows: list[Row], figure: str = "ms_per_token") -> list[Row]:
-    """By groups: each tree's times, and new over old in pairs that were neighbours in time."""
+    """Per group: each tree's times, and new over old in pairs of runs close in time."""
     summary = []
     for group, members in grouped(rows, *KINDS).items():
         times: dict[str, dict[Any, float]] = {name: {} for name in TREES}
@@ -80,7 +80,7 @@ def compared(rows: list[Row], figure: str = "ms_per_token") -> list[Row]:
 
 
 def whole_rounds(rows: list[Row]) -> list[Row]:
-    """Answers one by one as sums over all prompts; a round that was cut off is left out."""
+    """Answers summed over all prompts of a round; a round that was cut off is left out."""
     groups = grouped(rows, "round", "tree", "way")
     most = max(map(len, groups.values()), default=0)
     whole = []
@@ -99,7 +99,7 @@ def lossless_summary(rows: list[Row]) -> list[Row]:
     summary = compared(whole)
     for line in summary:
         way = line["way"]
-        # A round has all prompts; answers one by one are many more pairs, and decide.
+        # The verdict is by single answers, which give many more pairs than rounds.
         line |= {"verdict": verdict(by_answer[way]), "by_answer": by_answer[way], "speedup_over_own_full_depth": {}}
         for name in TREES:
             mine = [row for row in whole if row["way"] == way and row["tree"] == name]
@@ -115,7 +115,7 @@ def lossless_summary(rows: list[Row]) -> list[Row]:
 
 
 def answers_told(rows: list[Row], way: str) -> dict[str, int]:
-    """Of how many prompts the answers agree. Those of one tree may differ too: kernels split sums as they please."""
+    """On how many prompts the answers agree. One tree may differ from itself too, since split-K may vary by run."""
     said = {key: [row["token_ids"] for row in of] for key, of in grouped(rows, "way", "tree", "prompt").items()}
     prompts = [row["prompt"] for row in rows if row["way"] == way and row["tree"] == "old" and row["round"] == 0]
     prompts = [prompt for prompt in prompts if (way, "new", prompt) in said]
@@ -134,7 +134,7 @@ def answers_told(rows: list[Row], way: str) -> dict[str, int]:
 
 
 def cpu_summary(rows: list[Row]) -> list[Row]:
-    """With ratios of processor time, which others' work on the same cores disturbs less."""
+    """With ratios of CPU time, which other work on the same cores disturbs less."""
     summary = compared(rows)
     whole = compared(whole_rounds([row for row in rows if "way" in row]))
     by_round = {line["way"]: line["new_over_old"] for line in whole}
@@ -149,4 +149,4 @@ def told(line: Row) -> str:
     text = f"{name:20}" + "".join(f" {tree} {line['ms_per_token'][tree]['median']:8.4f} ms " for tree in TREES)
     for ratio in (ratio for ratio in ("new_over_old", "by_answer", "by_round", "cpu") if ratio in line):
         text += " {} {:.4f} (95% {:.4f}-{:.4f})".format(ratio, line[ratio]["median"], *line[ratio]["confidence_95"])
-    return text + {True: ", same tokens", False: ", other tokens", None: ""}[line.get("same_tokens")]
+    return text + {True: ", same tokens", False: ", different tokens", None: ""}[line.get("same_tokens")]

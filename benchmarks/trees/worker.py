@@ -1,4 +1,4 @@
-"""One source tree's side of compare_trees.py, in a process of its own: it is asked a line at a time, and measures."""
+"""The worker process of compare_trees.py for one source tree: reads one command per line, and measures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from depthdecay import Engine, Plan
 
 
 def found(name: str, *modules: str) -> Any:
-    """A name of the package from where this tree has it: before 0.2.0, modules lay side by side."""
+    """Finds a name wherever this tree has it: before 0.2.0, all modules were in one folder."""
     for module in modules:
         with contextlib.suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(f"depthdecay.{module}"), name)
@@ -38,11 +38,11 @@ choose_device, choose_dtype = (found(name, "model.devices", "devices") for name 
 Row = dict[str, Any]
 PLAIN_GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "stop": []}
 DRAFTS = ("drafted", "accepted", "verifications")
-TELLING = ("eagerly", "compiled", "CUDA graphs", "calibrated")  # words of warnings that explain a slow tree
+TELLING = ("eagerly", "compiled", "CUDA graphs", "calibrated")  # words in warnings that explain why a tree is slow
 
 
 class Worker:
-    """One tree's side: it holds the model and measures what it is asked for."""
+    """Holds one tree's model and runs the measurements."""
 
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
@@ -53,7 +53,7 @@ class Worker:
         torch.manual_seed(0)  # the same weights in both trees
         self.model = random_model(shape, choose_device(device), choose_dtype(dtype) or torch.bfloat16)
         config = self.model.generation_config
-        config.eos_token_id, config.pad_token_id = None, 0  # random weights have no end of text
+        config.eos_token_id, config.pad_token_id = None, 0  # random weights may emit it at any time
         return self._opened({})
 
     def load(self, model: str | None, device: str | None, dtype: str | None = None, quantize: str | None = None) -> Row:
@@ -75,7 +75,7 @@ class Worker:
         return Plan.for_speedup(self.model.config.num_hidden_layers, speedup, over_tokens=tokens)
 
     def close(self) -> None:
-        """Give up graphs and caches; the weights stay."""
+        """Free graphs and caches; keep the weights."""
         self.engines, self.batcher = {}, None
         gc.collect()
         if self.on_cuda:
@@ -89,7 +89,7 @@ class Worker:
         return plan.describe()
 
     def batch(self, mode: str, new_tokens: int) -> Row:
-        """All rows in step, as `depthdecay bench` measures them."""
+        """All rows in one batch, as in `depthdecay bench`."""
         results = self.engines[mode].generate(self.prompts, new_tokens, mode=mode, do_sample=False)
         shortest = min(len(result.token_ids) for result in results)
         assert shortest == new_tokens, f"decoding ended after {shortest} of {new_tokens} tokens"
@@ -108,7 +108,7 @@ class Worker:
         return plan.describe()
 
     def serving(self, mode: str, concurrency: int, requests: int, prompt: int, tokens: int) -> Row:
-        """A closed loop, as serving_shapes.py measures it: so many at a time until all are answered."""
+        """A closed loop, as in serving_shapes.py: `concurrency` requests at a time until all are answered."""
         answers: dict[int, list[int]] = {}
         steps: list[float] = []
         ended, started, spent = 0, time.perf_counter(), time.process_time()
@@ -145,7 +145,7 @@ class Worker:
             made = (self.tokenizer.encode(text) for text in texts)
         self.prompts = [[int(token) for token in ids] for ids in made]
         stored = Plan.load(plan)
-        if embedded:  # as the command line opens it: no plan of its own, and one to draft by
+        if embedded:  # like the command line: no plan for decoding, and one to draft with
             full = drafting = self._engine(None, drafter=stored)
             self.engines["decay"] = self._engine(stored)
         else:
@@ -154,7 +154,7 @@ class Worker:
         return {"plan": stored.describe(), "lengths": [len(prompt) for prompt in self.prompts]}
 
     def answers(self, ways: list[str], prompts: list[int], new_tokens: int, unending: bool) -> list[Row]:
-        """Prompt by prompt, each by every way in turn."""
+        """Prompt by prompt, each with every method in turn."""
         return [self._answer(way, prompt, new_tokens, unending) for prompt in prompts for way in ways]
 
     def _answer(self, way: str, prompt: int, new_tokens: int, unending: bool) -> Row:
@@ -164,12 +164,12 @@ class Worker:
         spent = time.process_time()
         mode = "lossless" if drafts else way
         (result,) = self.engines[way].generate([self.prompts[prompt]], new_tokens, mode=mode, **settings)
-        steps = len(result.token_ids) - 1  # the first token comes with the prompt, which is not timed
+        steps = len(result.token_ids) - 1  # the first token comes from the prefill, which is not timed
         return {
             "way": way,
             "prompt": prompt,
             "ms_per_token": 1000 * result.decode_seconds / max(steps, 1),
-            "cpu_seconds": time.process_time() - spent,  # of all threads, the prompt's pass included
+            "cpu_seconds": time.process_time() - spent,  # of all threads, prefill included
             "steps": steps,
             "prefill_ms": 1000 * result.prefill_seconds,
             "token_ids": result.token_ids,
@@ -178,18 +178,18 @@ class Worker:
 
 
 def work(source: str) -> None:
-    """A worker's loop: a question a line, an answer a line. What libraries print goes to standard error."""
+    """The worker's loop: one command per line in, one reply per line out. Library output goes to stderr."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     worker, found = Worker(), Path(depthdecay.__file__).resolve()
     for line in sys.stdin:
         asked = json.loads(line)
         said: Row = {}
-        gc.collect()  # not while something is timed
+        gc.collect()  # here, so that it does not run while something is timed
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             try:
-                # An installed package that comes first would be measured against itself.
+                # If an installed package shadowed the trees, it would be compared with itself.
                 assert found.is_relative_to(source), f"depthdecay was imported from {found}, not from {source}"
                 said["said"] = getattr(worker, asked.pop("do"))(**asked)
             except Exception:
