@@ -67,7 +67,7 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
         if line.startswith("looking for layers"):
             raise Interrupted
 
-    instead = r"at 1 tokens a second the model needs 20 minutes .*; drafts come from the model's own layers instead"
+    instead = r"at 1 tokens a second the model needs 20 minutes .*; the drafter uses the model's own layers instead"
     with pytest.warns(UserWarning, match=instead), pytest.raises(Interrupted):
         make(interrupt)
     with pytest.warns(UserWarning, match=instead):

@@ -128,7 +128,7 @@ def test_model_and_summary_are_needed(data: dict[str, Any], tmp_path: Path) -> N
 
 def test_promise_is_one_sentence_with_its_bound() -> None:
     assert promise_sentence(PROMISE) == (
-        "Asked for at most 0.1 (mean KL to the full model, in nats a token); held-out text measures 0.0712, "
+        "Asked for at most 0.1 (mean KL to the full model, in nats per token); held-out text measures 0.0712, "
         "and at most 0.0844 with 90% confidence; the layer speed-up is 1.25×."
     )
     assert promise_sentence({"budget": 0.1, "measure": "loss"}) == "Asked for at most 0.1 (loss)."

@@ -1,1 +1,1 @@
-"""Calibration: which layers a model can do without, how to repair what dropping them breaks, plans within a budget."""
+"""Calibration: finds which layers a model can do without, fits repairs for them, and makes plans within a budget."""

@@ -1,4 +1,4 @@
-"""`calibrate`: from a model and prompts to a folder with a plan, its repairs, the figures behind it and a report."""
+"""`calibrate`: from a model and prompts to a folder with a plan, its repairs, its measurements and a report."""
 
 from __future__ import annotations
 
@@ -78,24 +78,25 @@ def calibrate(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Measure which layers a model can do without, repair what dropping them breaks, and save the fastest plan.
+    """Measure which layers a model can do without, fit repairs for them, and save the fastest plan within budget.
 
         plan = dd.calibrate("smollm2-135m", "prompts.jsonl", "my-plan", max_kl=0.02)
-        plan.notes["calibration"]["kl"]  # held out; all that was measured is in figures_of(plan)
+        plan.notes["calibration"]["kl"]  # held out; all measurements are in figures_of(plan)
         dd.Plan.load("my-plan")  # from then on
 
-    `prompts` are a .jsonl or .txt file, or a list of texts, conversations or token ids, like those that will be asked;
-    with a `task`, such as gsm8k, they are its file. Without any (None) the model writes questions of many kinds itself.
-    The goal is one of `max_kl` (0.02 where nothing is said),
-    `max_agreement_loss` and `speedup`. `also` makes a plan for each further speed-up in out/speedup-N, and `lossless`
-    one to draft with in out/lossless, or in `out` itself where there is no other goal: by a head that learns from what
-    the model writes, or with drafter="layers" by some of its own layers. The rest is effort: unless given, as much as
-    suits the device; `minutes` bound about all of it, by fewer texts and a shorter search. Where they are too few for a
-    head to learn in, a warning says so, and layers draft. `learn` are minutes of gradient steps for the maps of each
-    plan, at most, none unless you ask; Ctrl-C ends them early, with the best maps so far. `device`, `dtype` and
-    `trust_remote_code` are for a model given by its name.
+    `prompts` is a .jsonl or .txt file, or a list of texts, conversations or token ids, similar to those in use; with a
+    `task`, such as gsm8k, it is the task's file. With None, the model writes questions of many kinds itself.
 
-    Called again with the same values, an interrupted run goes on where it stopped.
+    The goal is one of `max_kl` (by default 0.02), `max_agreement_loss` and `speedup`. `also` makes a plan for each
+    further speed-up, in out/speedup-N. `lossless` makes a drafter for lossless mode, in out/lossless, or in `out` if it
+    is the only goal: a draft head trained on self-generated text, or with drafter="layers" a subset of the layers.
+
+    The rest is effort, by default what suits the device. `minutes` is an approximate limit for everything, kept with
+    fewer texts and a shorter search; if it is too short to train a head, a warning says so and layers are used. `learn`
+    is the most minutes of gradient steps for the maps of each plan (by default none); Ctrl-C ends them early and keeps
+    the best maps so far. `device`, `dtype` and `trust_remote_code` apply to a model given by name.
+
+    Called again with the same values, an interrupted run resumes where it stopped.
     """
     goals = _goals(max_kl, max_agreement_loss, speedup, also, lossless)
     sizes = _given(repair_rank=repair_rank, repair_neurons=repair_neurons)
@@ -122,11 +123,12 @@ def calibrate(
     check_setting(quantize)
     if quantize in QUANTIZED and isinstance(model, LoadedModel):
         raise ArgumentError(
-            f"quantize is {quantize}, which would round the weights of your model for good; give it by name", "quantize"
+            f"quantize is {quantize}, which would change the weights of your model for good; give it by name",
+            "quantize",
         )
     if prompts is None and task is not None:
         raise ArgumentError(
-            f"task is {task}, and prompts is None; expected the file of its questions", "task", "prompts"
+            f"task is {task}, but prompts is None; give the file with its questions as prompts", "task", "prompts"
         )
     asked = None if prompts is None else prompts_for(prompts, task)
     folder = make_folder(out)
@@ -150,14 +152,14 @@ def calibrate(
         try:
             plans.learn(within, budget, quantize=loaded.quantize_as_filed() if quantize is None else None)
         except TooLittleTime as reason:
-            warnings.warn(f"{reason}; drafts come from the model's own layers instead", stacklevel=2)
+            warnings.warn(f"{reason}; the drafter uses the model's own layers instead", stacklevel=2)
             plans.fit({name: goal}, within, budget)
     return Plan.load(folder)
 
 
 @dataclass(frozen=True)
 class _Plans:
-    """What all plans of one call are made from."""
+    """What all plans of one call are built from."""
 
     loaded: LoadedModel
     texts: Sequence[Any] | None
@@ -166,7 +168,7 @@ class _Plans:
     say: Say
 
     def fit(self, goals: dict[str, Goal], within: Path, budget: TimeBudget) -> None:
-        """Plans with fitted maps, each in its folder. They share texts and a ladder; `within` lies what is kept."""
+        """Plans with fitted maps, each in its folder. They share texts and a ladder, which are kept in `within`."""
         run = Calibration(
             self.loaded.model,
             self.loaded.tokenizer,
@@ -180,12 +182,12 @@ class _Plans:
         for made, (name, goal) in enumerate(goals.items()):
             run.plans_left = len(goals) - made
             if name:
-                self.say("a plan to draft with" if goal.lossless else f"a plan for {goal.speedup:g}x")
+                self.say("making a plan to draft with" if goal.lossless else f"making a plan for {goal.speedup:g}x")
             _save(run, run.make(goal), self.folder / name)
         run.work.remove()
 
     def learn(self, folder: Path, budget: TimeBudget, quantize: str | None) -> None:
-        """A learned drafter, its figures and a report in a folder."""
+        """Saves a learned drafter, its measurements and a report in a folder."""
         seed, model = self.settings.seed, self.loaded.shown_name
         plan, drafter = learn_plan(
             self.loaded, self.texts, folder, time_budget=budget, quantize=quantize, seed=seed, say=self.say
@@ -198,9 +200,9 @@ class _Plans:
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:
-    """All that was measured for a calibrated plan, and lies beside it: what it promises, and by what it was chosen."""
+    """All measurements of a calibrated plan, from the file next to it: its promise, and the basis of its choices."""
     if plan.folder is None:
-        raise DepthDecayError("the plan was not loaded from a folder, so no figures lie beside it")
+        raise DepthDecayError("the plan was not loaded from a folder, so there is no file of figures next to it")
     file = plan.folder / FIGURES_FILE
     figures: dict[str, Any] = json.loads(read_bytes(file, f"the figures '{file}' of the plan"))
     return figures
@@ -213,7 +215,7 @@ def _goals(
     also: Sequence[Number],
     lossless: bool,
 ) -> dict[str, Goal]:
-    """The folder of each plan, below that of the main one, which comes first."""
+    """The goal of each plan by its folder, relative to that of the main one, which comes first."""
     alone = max_kl is None and max_agreement_loss is None and speedup is None
     if alone and not lossless:
         max_kl = DEFAULT_MAX_KL
@@ -229,17 +231,17 @@ def _goals(
 def _sensible_speedup(name: str, given: Number) -> float:
     value = exact_decimal(name, given)
     if not 1 < value <= FASTEST:
-        raise ArgumentError(f"{name} holds {value}; expected a number above 1 and at most {FASTEST}", name)
+        raise ArgumentError(f"{name} contains {value}; expected numbers above 1 and at most {FASTEST}", name)
     return float(value)
 
 
 def _given(**values: int | None) -> dict[str, Any]:
-    """Those that were given, each at least what makes sense."""
+    """The values that were given, each checked against its minimum."""
     return {name: whole_number(name, value, _LEAST[name]) for name, value in values.items() if value is not None}
 
 
 def _deep_enough(settings: CalibrationSettings, goals: list[Goal]) -> CalibrationSettings:
-    """A ladder that reaches the speed-ups that were asked for; how far a budget reaches, nobody knows beforehand."""
+    """Settings with a ladder deep enough for the requested speed-ups; for a quality budget, that is not known yet."""
     speedups = [goal.speedup for goal in goals if goal.speedup is not None]
     share = settings.lowest_share
     if goals[0].budget is None and speedups:
@@ -250,7 +252,7 @@ def _deep_enough(settings: CalibrationSettings, goals: list[Goal]) -> Calibratio
 
 
 def _with_sizes(settings: CalibrationSettings, sizes: dict[str, Any]) -> CalibrationSettings:
-    """Sizes that the user fixed are not chosen any more."""
+    """Settings in which map sizes given by the user are fixed."""
     fixed = {name.removeprefix("repair_"): value for name, value in sizes.items()}
     return replace(settings, maps=tuple(dict.fromkeys(replace(size, **fixed) for size in settings.maps)))
 

@@ -1,4 +1,4 @@
-"""What calibration measures on: prompts, dealt out, and the full model's own greedy continuations of them."""
+"""The texts that calibration measures on: prompts, split into sets, and the full model's greedy answers to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from depthdecay.model.prompts import token_ids
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what the full model says after it; both as token ids."""
+    """A prompt and the full model's answer, both as token ids."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -25,7 +25,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Split:
-    """Token ids of prompts to calibrate on and of prompts held out; no text is in both."""
+    """Token ids of prompts to calibrate on and of held-out prompts; none is in both."""
 
     calibration: list[list[int]]
     held_out: list[list[int]]
@@ -41,12 +41,12 @@ def split_prompts(
     longest: int | None,
     seed: int,
 ) -> Split:
-    """Shuffle, drop repeats and prompts that do not fit, and deal out the two parts.
+    """Shuffle, drop duplicates and prompts that are too long, and split the rest.
 
-    Where there are fewer than asked for, both parts shrink in proportion, down to eight and four.
+    If there are fewer than requested, both parts shrink in proportion, down to eight and four.
     """
     unique = {_as_read(prompt): prompt for prompt in prompts}
-    order = sorted(unique)  # the same whatever the file's order
+    order = sorted(unique)  # independent of the file's order
     Random(seed).shuffle(order)
     wanted = calibration + held_out
     fitting: list[list[int]] = []
@@ -59,13 +59,13 @@ def split_prompts(
         if longest is not None and len(ids) > longest:
             left_out += 1
             continue
-        if tuple(ids) not in seen:  # a template may make two texts one
+        if tuple(ids) not in seen:  # a template may map two texts to the same ids
             seen.add(tuple(ids))
             fitting.append(ids)
     if len(fitting) < 12:
         long = f" ({left_out} are longer than {longest} tokens and were left out)" if left_out else ""
         raise DepthDecayError(
-            f"the prompts hold {len(fitting)} different prompts that fit{long}; calibration needs at least 12, "
+            f"there are {len(fitting)} distinct prompts that fit{long}; calibration needs at least 12, "
             "since some are held out"
         )
     if len(fitting) < wanted:
@@ -76,7 +76,7 @@ def split_prompts(
 def variety(
     count: int, tokenizer: Any, *, vocabulary: int, longest: int | None, seed: int, besides: Sequence[Any]
 ) -> list[list[int]]:
-    """Prompts of many kinds that come with the package, as token ids; none that is among the user's own."""
+    """Prompts of many kinds that ship with the package, as token ids; none that is also among the user's."""
     if tokenizer is None or count < 1:
         return []
     lines = resources.files("depthdecay").joinpath("data/variety.txt").read_text(encoding="utf-8").splitlines()
@@ -88,7 +88,7 @@ def variety(
 
 
 def _as_read(prompt: Any) -> str:
-    """A prompt as a key: spaces and the form that it was given in make no other question of it."""
+    """A prompt as a key, independent of whitespace and of the form it was given in."""
     turns = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
     if turns is not None and len(turns) == 1 and turns[0].get("role") == "user":
         prompt = turns[0]["content"]
@@ -107,9 +107,9 @@ def continue_prompts(
     seed: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Continuation]:
-    """The full model's answers, or the plan's by mode; each up to its end of text, in the order of the prompts.
+    """The full model's answers, or in mode "decay" the plan's; each up to its end of text, in the order of the prompts.
 
-    Sampled where a seed is given.
+    Greedy, or sampled if a seed is given.
     """
     picked = PLAIN_GREEDY if seed is None else {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": seed}
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
@@ -117,7 +117,7 @@ def continue_prompts(
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         rows = [list(prompts[index]) for index in chosen]
-        rows += [rows[-1]] * (batch - len(rows)) if start else []  # one size of batch, one set of graphs
+        rows += [rows[-1]] * (batch - len(rows)) if start else []  # one batch size, so one set of graphs
         results = engine.generate(rows, new_tokens, mode=mode, stop=[], **picked)
         for index, result in zip(chosen, results, strict=False):
             found[index] = Continuation(tuple(prompts[index]), tuple(result.token_ids))

@@ -1,8 +1,8 @@
-"""Recorded texts that a gradient can pass through, for maps that learn: read when a step asks for them.
+"""Recorded texts that gradients can flow through, for training repair maps; read when a step needs them.
 
-The layers are the model's own, run without compiled code, and their weights take no gradient. The prompt's keys and
-values are constants; those of the answer are joined to them anew in every pass. Where a step's intermediate results
-would fill the memory, layers are run again on the way back.
+The layers are the model's own, run uncompiled, with frozen weights. The prompt's keys and values are constants; those
+of the answer are concatenated to them in every pass. If a step's activations would fill the memory, layers are
+recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from depthdecay.model.devices import free_bytes
 from depthdecay.model.kv_cache import LayerCache, PlannedCache
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
-_NUMBERS_A_LAYER = 40  # times the hidden size: what a gradient needs of one token in one layer, at most
-_SHARE_OF_MEMORY = 0.25  # that recorded batches may take, and that a step may
+_NUMBERS_A_LAYER = 40  # times the hidden size: the most values that backward needs per token and layer
+_SHARE_OF_MEMORY = 0.25  # the most that recorded batches may take, and a step as well
 
 
 class LayerBehindPrompt(LayerCache):
-    """Keeps the prompt's keys and values alone: what a later pass brings is joined to them and not written down."""
+    """Stores only the prompt's keys and values; those of a later pass are concatenated, but not stored."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -45,21 +45,21 @@ class LayerBehindPrompt(LayerCache):
 
 @dataclass
 class JudgedBatch(RecordedBatch):
-    """A batch with the places that a loss is taken at, known beforehand: to look for them would stop the device."""
+    """A batch with the positions that a loss is taken at, precomputed: finding them would stall the device."""
 
-    places: torch.Tensor  # numbers of (row, column), laid out row by row
-    wanted: torch.Tensor  # (places, hidden): the full model's last states there
+    places: torch.Tensor  # flat indices of (row, column), row by row
+    wanted: torch.Tensor  # (places, hidden): the full model's final hidden states there
 
     def judged(self, state: torch.Tensor) -> torch.Tensor:
-        """A state (rows, columns, hidden) at these places."""
+        """A state (rows, columns, hidden) at these positions."""
         return state.flatten(0, 1).index_select(0, self.places)
 
 
 class DifferentiableTexts(Recording):
-    """Batches of texts by number, read anew unless the memory holds them.
+    """Batches of texts by number, read again unless they fit in memory.
 
-    Of the full model's states those before the first layer that is dropped are kept, and those behind the last layer
-    where a loss is taken: from column `judged_from` on.
+    Of the full model's hidden states, those before the first dropped layer are kept, and those after the last layer
+    where a loss is taken, from column `judged_from` on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DifferentiableTexts(Recording):
         super().__init__(stack, [], max((len(text.tokens) for text in texts), default=1) - 1)
         self.first = first
         self.judged_from = judged_from
-        # Answers of one length side by side: every step is padded to the longest of its own.
+        # Answers of similar length together, since every batch is padded to its longest.
         ordered = sorted(texts, key=lambda text: (len(text.tokens) // 16, len(text.prompt), text.prompt, text.tokens))
         self.texts = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self._free = free_bytes(primary_device(stack.model))
@@ -116,7 +116,7 @@ class DifferentiableTexts(Recording):
 
 
 def logits_of(stack: LayerStack, states: torch.Tensor) -> torch.Tensor:
-    """What the model's own head says about final states (positions, hidden): each as a text of one token."""
+    """The logits of final hidden states (positions, hidden), each passed to the model's LM head as a one-token text."""
     last = stack.num_layers - 1
 
     def instead(index: int, _layer: Any, _forward: Any, args: Any, kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def logits_of(stack: LayerStack, states: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """While open, no weight takes a gradient, which saves what it would need; afterwards each is as it was."""
+    """Freezes all weights inside the block, which saves the memory of their gradients, and restores them afterwards."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in wanted:
@@ -143,7 +143,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_layers(count: int, arguments: Sequence[Any]) -> None:
-    """Let go of the prompt's keys and values in the first layers: nothing is dropped there, so they never run again."""
+    """Free the prompt's keys and values in the first layers: nothing is dropped there, so they never run again."""
     for cache in arguments:
         if isinstance(cache, PlannedCache):
             for layer in cache.planned[:count]:
@@ -151,7 +151,7 @@ def _forget_layers(count: int, arguments: Sequence[Any]) -> None:
 
 
 def _bytes_of(batch: JudgedBatch) -> float:
-    """States, and the prompt's keys and values; masks and the like are shared by all layers."""
+    """Bytes of hidden states and of the prompt's keys and values; masks and the like are shared by all layers."""
     states = batch.wanted.nbytes + sum(state.nbytes for state in batch.states)
     caches = {id(value): value for args, kwargs in batch.calls for value in (*args, *kwargs.values())}
     found = [value.nbytes for value in caches.values() if isinstance(value, PlannedCache)]

@@ -1,4 +1,4 @@
-"""How far what is learned is from the full model, a few positions at a time: logits over a vocabulary are large."""
+"""KL to the full model as a training loss, a few positions at a time, since logits over a vocabulary are large."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-Logits = Callable[[torch.Tensor], torch.Tensor]  # what an output matrix, which learns nothing, says about states
+Logits = Callable[[torch.Tensor], torch.Tensor]  # a frozen LM head: hidden states to logits
 
-ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held at a time
+ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are in memory at a time
 
 
 def weighted_kl(
@@ -20,11 +20,11 @@ def weighted_kl(
     wanted: Logits,
     rows_at_once: int | None = None,
 ) -> torch.Tensor:
-    """The sum of `weights` times the KL of what `said` makes of states from what `wanted` makes of their targets.
+    """The weighted sum of the KL between `wanted(targets)` and `said(states)`.
 
     `states`: (kinds, positions, hidden), `weights`: (kinds, positions), `targets`: (positions, hidden), so that several
-    guesses about a position share what is wanted there. The gradient of a few positions is taken as soon as their
-    logits are there: those of all positions are never held, nor computed again on the way back.
+    predictions for a position share its target. Gradients are computed chunk by chunk, as soon as a chunk's logits
+    exist: those of all positions are never in memory together, nor recomputed in the backward pass.
     """
     rows = rows_at_once or ROWS_AT_ONCE
     value: torch.Tensor = _WeightedKL.apply(states, weights, said, targets, wanted, rows)  # type: ignore[no-untyped-call]
@@ -34,15 +34,15 @@ def weighted_kl(
 def mean_kl(
     states: torch.Tensor, said: Logits, targets: torch.Tensor, wanted: Logits, rows_at_once: int | None = None
 ) -> torch.Tensor:
-    """The mean KL of what is said about states (positions, hidden) from what is wanted of their targets."""
+    """The mean KL between `wanted(targets)` and `said(states)`, both of shape (positions, hidden)."""
     weights = torch.full((1, len(states)), 1 / max(1, len(states)), device=states.device)
     return weighted_kl(states.unsqueeze(0), weights, said, targets, wanted, rows_at_once)
 
 
 def rows_within(free: float, vocabulary: int) -> int:
-    """How many positions a GPU with so many free bytes takes at a time: few large products keep the host from waiting.
+    """How many positions to process at a time, given the free bytes: few large products keep a GPU busy.
 
-    Ten numbers of 32 bits for each token of the vocabulary: both logits, what is made of them, and gradients.
+    Ten 32-bit values per vocabulary entry: both logits, intermediate results, and gradients.
     """
     return min(8192, max(ROWS_AT_ONCE, int(0.2 * free / (40 * vocabulary))))
 

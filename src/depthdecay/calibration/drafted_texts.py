@@ -1,8 +1,8 @@
-"""Recorded texts as lossless mode drafts them: every token shallow by itself, behind the full model's keys and values.
+"""Recorded texts as lossless mode drafts them: each token in a shallow pass, on top of the full model's KV cache.
 
-A verification has written all layers before a draft begins. So the first draft of a window attends to what the full
-model knows of the text, and only its own keys and values are a shallow pass's. Here that is done for all tokens of a
-text in one pass: each query meets the full model's keys, and in its own place its own.
+A verification has filled all layers before a draft begins. So the first draft of a window attends to the full model's
+keys and values, and only its own come from the shallow pass. Here that is simulated for all tokens of a text in one
+pass: each query attends to the full model's keys, except at its own position, where it uses its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Own = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def can_simulate_drafts(stack: LayerStack) -> bool:
-    """Whether attention can be taken over: models that call torch's, with nothing special about it."""
+    """Whether attention can be replaced: in models that call torch's attention, with no special features."""
     config = _config(stack)
     plain = getattr(config, "attn_logit_softcapping", None) is None
     return plain and attention_name(config) == "sdpa"
@@ -34,13 +34,13 @@ def _config(stack: LayerStack) -> Any:
 
 
 class Drafts(Recording):
-    """The same texts and states of the full model; layers run as in drafts."""
+    """The same texts and full-model states; layers run as they do in drafts."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.stack, recording.batches, recording.columns)
 
     def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
-        super().run_layer(batch, index, batch.states[index])  # others may have written over the full model's keys
+        super().run_layer(batch, index, batch.states[index])  # other runs may have overwritten the full model's keys
         args, kwargs = batch.calls[index]
         cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, PlannedCache))
         layer = cache.planned[index]
@@ -76,15 +76,15 @@ def own_in_place(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention of queries (batch, heads, tokens, dim), each of which meets its own key and value in its own place.
+    """Attention of queries (batch, heads, tokens, dim), each with its own key and value at its own position.
 
-    The answer is (batch, tokens, heads, dim), as transformers' functions return it.
+    Returns (batch, tokens, heads, dim), as transformers' attention functions do.
     """
     batch, heads, tokens, dim = query.shape
     groups, positions = key.shape[1:3]
     grouped = query.float().reshape(batch, groups, heads // groups, tokens, dim)
     scores = torch.einsum("bghtd,bgpd->bghtp", grouped, key.float()) * scaling
-    place = positions - tokens  # of the first query's own key
+    place = positions - tokens  # position of the first query's own key
     scores.diagonal(place, -2, -1).copy_(torch.einsum("bghtd,bgtd->bght", grouped, own_key.float()) * scaling)
     if mask is None:
         mask = torch.ones((tokens, positions), dtype=torch.bool, device=query.device).tril(place).expand(1, 1, -1, -1)
@@ -92,6 +92,6 @@ def own_in_place(
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1)
     mixed = torch.einsum("bghtp,bgpd->bghtd", weights, value.float())
-    missing = (own_value - value[:, :, place:]).float()  # between its own value and the one that it was given
+    missing = (own_value - value[:, :, place:]).float()  # its own value minus the one used so far
     mixed = mixed + weights.diagonal(place, -2, -1).unsqueeze(-1) * missing.unsqueeze(2)
     return mixed.reshape(batch, heads, tokens, -1).transpose(1, 2).to(query.dtype)

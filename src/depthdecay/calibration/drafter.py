@@ -1,9 +1,9 @@
-"""A plan to draft with in lossless mode: the depth at which that should be fastest, from what is measured here.
+"""A plan to draft with in lossless mode, at the depth with the highest expected speed-up.
 
-A draft may be wrong now and then, so other depths pay than for text that nobody checks: cheap ones. For every depth of
-the ladder the share of right drafts is measured and the bytes of a draft step are counted; the window's formula then
-says what lossless mode would gain. Maps are fitted, and drafts measured, behind the full model's keys and values, as
-the first draft of a window is made; the later ones, behind other drafts, do a little worse.
+Drafts are verified, so they may be wrong now and then, and shallower depths pay off than for decay. For every depth of
+the ladder, draft accuracy is measured and the bytes of a draft step are counted; the window formula then gives the
+expected speed-up. Maps are fitted, and drafts measured, on top of the full model's KV cache, as for the first draft of
+a window; later ones, which follow other drafts, do a little worse.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from depthdecay.speculative.short_head import ShortHead
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
-DEPTHS = 4  # that keep their maps: which one is fastest on a machine, the engine finds out
-_LEAST_DEPTHS = 3  # that are fitted, below the first: how far down drafts are any good differs from model to model
+DEPTHS = 4  # depths that keep their maps; the engine finds out which is fastest on its machine
+_LEAST_DEPTHS = 3  # fitted below the first at least: how shallow useful drafts can be depends on the model
 LOWEST_SHARE = 0.18  # of the layers: how far down the ladder is searched
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What drafts at one depth should bring."""
+    """The expected gain of drafting at one depth."""
 
     depth: int
     acceptance: float
@@ -49,16 +49,16 @@ class Gain:
 
 
 def expected(depth: int, acceptance: float, cost: float) -> Gain:
-    """By the window with the highest rate; below 1 where drafting would not pay."""
+    """The gain with the best window; a speed-up below 1 means that drafting does not pay off."""
     costs = Pace().costs(cost)
     window = max(costs.best(acceptance, LONGEST), 1)
     return Gain(depth, acceptance, cost, window, costs.rate(acceptance, window))
 
 
 def make_drafter(run: Calibration) -> Calibrated:
-    """The depths with the highest expected speed are kept, the plan stays at the best.
+    """Keeps the depths with the highest expected speed-up; the plan itself uses the best one.
 
-    Of the sizes of maps the two smallest are tried: larger ones are for drafts too dear.
+    Only the two smallest map sizes are tried: larger ones are too expensive for drafts.
     """
     tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}
@@ -76,7 +76,7 @@ def make_drafter(run: Calibration) -> Calibrated:
     simulator = Simulator(_as_drafts(run.held_out))
     right = simulator.measure(_at(plan, kept[0].depth, kept[0].depth), repairs).agreement
     held_out = expected(kept[0].depth, right, kept[0].cost)
-    run.say(f"drafts at {held_out.depth} layers: {held_out.acceptance:.1%} right on held-out text")
+    run.say(f"drafts at {held_out.depth} layers: {held_out.acceptance:.1%} accepted on held-out text")
     made.figures["drafting"] = asdict(held_out)
     return made
 
@@ -97,7 +97,7 @@ def _by_depth(run: Calibration, size: FitSettings) -> tuple[Repairs, list[Gain]]
         measured = simulator.measure(_at(run.ladder_plan, depth, depth), maps.only({depth}))
         found.append(expected(depth, measured.agreement, (costs.at(depth) - spared) / costs.full()))
         run.say(
-            f"  drafts at {depth} layers cost {found[-1].cost:.2f} of a step, {found[-1].acceptance:.1%} right: "
+            f"  drafts at {depth} layers cost {found[-1].cost:.2f} of a step, {found[-1].acceptance:.1%} accepted: "
             f"{found[-1].speedup:.2f}x"
         )
     return maps, found
@@ -108,7 +108,7 @@ def _as_drafts(recording: Recording) -> Recording:
 
 
 def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
-    """Maps of every depth of the ladder; where time is short, of as many as the rest is enough for, some at least."""
+    """Maps for every depth of the ladder; if time is short, for as many as there is time for, but at least a few."""
     run.forget_traces()
     trace, at_depth = Trace(fit), {}
     left, order = time_left(), run.found.order
@@ -127,7 +127,7 @@ def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
 
 
 def _at(ladder_plan: Plan, depth: int, lowest: int) -> Plan:
-    """The ladder down to the lowest depth, with every token at one depth."""
+    """A plan with the ladder down to `lowest`, and every token at one depth."""
     layers = ladder_plan.num_layers
     ladder = Ladder(layers, ladder_plan.ladder.drop_order[: layers - lowest])
     return replace(ladder_plan, ladder=ladder, schedule=ConstantSchedule(layers, depth), rule="constant")

@@ -1,8 +1,8 @@
-"""How far a plan's next-token distributions are from the full model's, without decoding: one pass a batch.
+"""How far a plan's next-token distributions are from the full model's, without decoding: one pass per batch.
 
-A ladder is nested and depth never rises, so each layer runs for the first so many positions of a text and is bypassed
-by all later ones. A teacher-forced pass in which each layer keeps or bypasses each position therefore gives exactly
-what decoding token by token would.
+A ladder is nested and depth never rises, so each layer runs for the first positions of a text and is bypassed at all
+later ones. A teacher-forced pass in which each layer runs or is bypassed by position therefore gives exactly what
+decoding token by token would.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from depthdecay.plan.plan import Plan
 
 @dataclass
 class Fidelity:
-    """Means over positions that were decoded (T_1 on: T_0 comes from the prompt's pass, at full depth)."""
+    """Means over decoded positions, from T_1 on: T_0 comes from the prefill, at full depth."""
 
-    kl: float  # of the plan from the full model, in nats
+    kl: float  # to the full model, in nats
     agreement: float  # share of positions where both would pick the same token
-    perplexity: float  # the plan's, on the full model's own text
+    perplexity: float  # the plan's, on text the full model wrote
     full_perplexity: float
     tokens: int
     prompts: int
@@ -44,13 +44,13 @@ class Fidelity:
 
 
 def depth_segments(plan: Plan, columns: int) -> dict[int, tuple[int, int]]:
-    """The columns (first, behind the last) that run at each depth; column j predicts T_(j+1)."""
+    """The columns (first, last + 1) that run at each depth; column j predicts T_(j+1)."""
     depths = [plan.depth(column + 1) for column in range(columns)]
     return {depth: (depths.index(depth), columns - depths[::-1].index(depth)) for depth in sorted(set(depths))}
 
 
 def shown_positions(tokens_by_position: Sequence[int]) -> int:
-    """How many positions a quarter of the texts reach: later ones say more about which these are than about place."""
+    """How many positions a quarter of the texts reach; figures beyond reflect which texts are long, not the position."""
     return sum(count >= tokens_by_position[0] / 4 for count in tokens_by_position)
 
 
@@ -61,7 +61,7 @@ class Simulator:
         self.recording = recording
 
     def measure(self, plan: Plan, repairs: Repairs | None = None) -> Fidelity:
-        """The plan's fidelity; its repairs, where it has any, are given apart."""
+        """The plan's fidelity; its repairs, if any, are passed separately."""
         tally = Tally(self.recording.columns)
         for batch in self.recording.batches:
             tally.add(self.recording, batch, self.final_state(batch, plan, repairs))
@@ -73,15 +73,15 @@ class Simulator:
 
 
 def first_bypassed(plan: Plan, columns: int) -> int:
-    """The first layer that any column leaves out: up to there, the states are the full model's."""
+    """The first layer that any column bypasses: before it, the hidden states are the full model's."""
     depths = depth_segments(plan, columns)
     return min((layer for depth in depths for layer in plan.dropped(depth)), default=plan.num_layers)
 
 
 def final_state(recording: Recording, batch: RecordedBatch, plan: Plan, repairs: Repairs | None = None) -> torch.Tensor:
-    """The state behind the last layer, every column at the depth of the token that it predicts.
+    """The hidden state after the last layer, every column at the depth of the token that it predicts.
 
-    Nothing is written in place, so that a gradient finds its way back where layers and maps let it through.
+    No in-place writes, so that gradients can flow through layers and maps.
     """
     columns = batch.inputs.shape[1]
     segments = sorted(depth_segments(plan, columns).items(), key=lambda segment: segment[1])
@@ -118,7 +118,7 @@ class Tally:
             figures = compare(expected, given, batch.targets[rows])  # (5, rows, columns)
             valid = batch.valid[rows]
             figures = torch.where(valid, figures, 0.0).double()
-            columns = valid.shape[1]  # a batch may be of shorter texts than others
+            columns = valid.shape[1]  # a batch may have fewer columns than others
             self.sums[:, :columns] += figures.sum(1).cpu()
             self.counts[:columns] += valid.sum(0).cpu()
             length = valid.sum(1)
@@ -153,12 +153,12 @@ class Tally:
 
 
 def _exp(value: float) -> float:
-    """Bounded, so that a result file can hold it."""
+    """exp, bounded to what a result file can store."""
     return math.exp(min(value, 700.0))
 
 
 def compare(expected: torch.Tensor, given: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL, agreement, both models' surprise at the text, and the full model's entropy, at every position."""
+    """KL, agreement, both models' negative log-likelihood, and the full model's entropy, at every position."""
     full = expected.float().log_softmax(-1)
     plan = given.float().log_softmax(-1)
     likely = full.exp()

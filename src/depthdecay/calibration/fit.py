@@ -1,4 +1,4 @@
-"""Fitting repair maps in closed form: ridge regression from second moments, reduced to a rank. No gradient steps."""
+"""Fitting repair maps in closed form: reduced-rank ridge regression from second moments. No gradient steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from depthdecay.plan.plan import Plan
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How much a map may say, and how far it trusts the data."""
+    """The size of a map, and its regularization."""
 
     rank: int = 256
-    neurons: int = 0  # of each dropped layer's own MLP that are kept, where its kind is known
-    ridge: float = 0.003  # a share of the mean variance
+    neurons: int = 0  # kept from each dropped layer's MLP, if its kind is supported
+    ridge: float = 0.003  # relative to the mean variance
 
 
 @dataclass(frozen=True)
 class Neurons:
-    """Some rows of dropped layers' gated MLPs, with their norm's weight multiplied in."""
+    """Some rows of dropped layers' gated MLPs, with the norm's weight folded in."""
 
     gate: torch.Tensor  # (neurons, hidden)
     lift: torch.Tensor  # (neurons, hidden)
@@ -37,7 +37,7 @@ class Neurons:
 
 @torch.no_grad()
 def strongest_neurons(stack: LayerStack, start: int, end: int, state: torch.Tensor, count: int) -> Neurons | None:
-    """The neurons of each layer in a run that move its output most, as seen from the state before the run."""
+    """The neurons of each layer in a run that contribute most to its output, given the hidden state before the run."""
     gates, lifts = [], []
     normal = normalised(state)
     for layer in range(start, end):
@@ -53,7 +53,7 @@ def strongest_neurons(stack: LayerStack, start: int, end: int, state: torch.Tens
 
 
 class Moments:
-    """Sums from which a regression is solved; the data itself need not be kept."""
+    """The sums that a regression is solved from; the data itself need not be kept."""
 
     def __init__(self, hidden: int, device: torch.device, neurons: Neurons | None = None) -> None:
         self.neurons = neurons
@@ -66,7 +66,7 @@ class Moments:
         self.xy = torch.zeros((features, hidden), device=device)
 
     def add(self, state: torch.Tensor, target: torch.Tensor) -> None:
-        """States before a run and the full model's behind it, one row a token."""
+        """Hidden states before a run, and the full model's after it; one row per token."""
         normal = normalised(state)
         x = normal.float()
         if self.neurons is not None:
@@ -79,18 +79,18 @@ class Moments:
         self.xy += x.T @ y
 
     def solve(self, start: int, end: int, settings: FitSettings, prior: Repair | None = None) -> Repair:
-        """The map: its linear part is the best of its rank for the outputs that the whole map would give."""
+        """The map. Its linear part is the best approximation, at its rank, of the full-rank solution's outputs."""
         count = max(self.count, 1)
         mean_x, mean_y = self.x.double() / count, self.y.double() / count
         covariance = self.xx.double() / count - torch.outer(mean_x, mean_x)
         crossing = self.xy.double() / count - torch.outer(mean_x, mean_y)
         variance = covariance.diagonal()
         ridge = torch.empty_like(variance)
-        for part in (slice(0, self.hidden), slice(self.hidden, None)):  # neurons are on another scale than the state
+        for part in (slice(0, self.hidden), slice(self.hidden, None)):  # neurons and hidden state differ in scale
             ridge[part] = settings.ridge * variance[part].mean().clamp(min=1e-12) if len(ridge[part]) else 0.0
         if prior is not None:
             crossing = crossing + ridge.unsqueeze(1) * _as_matrix(prior)
-        whole = torch.linalg.solve(covariance + torch.diag(ridge), crossing)  # x times whole is y
+        whole = torch.linalg.solve(covariance + torch.diag(ridge), crossing)  # x @ whole = y
         linear, others = whole[: self.hidden], whole[self.hidden :]
         spread = linear.T @ covariance[: self.hidden, : self.hidden] @ linear
         directions = _leading_directions(spread, settings.rank)  # (hidden, rank)
@@ -103,7 +103,7 @@ class Moments:
 
 
 def stored(repair: Repair, example: torch.Tensor) -> Repair:
-    """The map as it will be saved and run: 16 bits, also for a model of 32, on the example's device."""
+    """The map as it will be saved and run: in 16 bits, even for a 32-bit model, on the example's device."""
     if example.dtype != torch.float32:
         return repair.to(example.device, example.dtype)
     rounded = repair.to(example.device, torch.float16).to(example.device, torch.float32)
@@ -112,7 +112,7 @@ def stored(repair: Repair, example: torch.Tensor) -> Repair:
 
 
 def _as_matrix(repair: Repair) -> torch.Tensor:
-    """The map on features: linear part, then neurons."""
+    """The map as one matrix on its features: linear part, then neurons."""
     linear = (repair.up.double() @ repair.down.double()).T
     return linear if repair.out is None else torch.cat([linear, repair.out.double().T])
 
@@ -132,7 +132,7 @@ def _leading_directions(matrix: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 class Trace:
-    """The states of a shallow model on a recording, before every layer, and its maps. Starts as the full model."""
+    """A shallow model's hidden states before every layer, on a recording, and its maps. Starts as the full model."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -141,10 +141,10 @@ class Trace:
         self.dropped: frozenset[int] = frozenset()
 
     def without(self, layers: Iterable[int], settings: FitSettings | None, fitted_on: int | None = None) -> Trace:
-        """The same model with these layers dropped too, maps fitted front to back on its first `fitted_on` batches.
+        """The same model with these layers dropped too, and maps fitted front to back on the first `fitted_on` batches.
 
-        What lies before the first change is shared with this trace, maps included. Without settings, nothing is fitted
-        and dropped layers hand their input on.
+        Everything before the first change is shared with this trace, maps included. Without settings, nothing is fitted
+        and dropped layers pass their input on.
         """
         changed = Trace.__new__(Trace)
         changed.recording = self.recording
@@ -161,7 +161,7 @@ class Trace:
     def _walk(
         self, start: int, runs: dict[int, int], settings: FitSettings | None, fitted_on: int | None
     ) -> list[Repair]:
-        """Go from a layer to the end, fitting each run's map on the states that arrive there."""
+        """Run from a layer to the end, fitting each run's map on the hidden states that arrive there."""
         repairs: list[Repair] = []
         layer, last = start, self.recording.stack.num_layers
         while layer < last:
@@ -188,11 +188,11 @@ class Trace:
         return stored(moments.solve(layer, end, settings), states[0])
 
 
-_SAMPLE = 4096  # tokens that are enough to tell strong neurons from weak ones
+_SAMPLE = 4096  # tokens, enough to tell strong neurons from weak ones
 
 
 def _sample(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Some tokens of every batch: batches go by length, and short prompts are of other kinds than long ones."""
+    """Some tokens of every batch: batches are sorted by length, and short prompts differ in kind from long ones."""
     each = -(-_SAMPLE // len(parts))
     return torch.cat([part[:: max(1, len(part) // each)][:each] for part in parts])
 
@@ -201,8 +201,8 @@ def _sample(parts: list[torch.Tensor]) -> torch.Tensor:
 def fit_plan(recording: Recording, plan: Plan, settings: FitSettings, prior: Repairs | None = None) -> Repairs:
     """Maps for every depth that the plan visits, fitted on the positions that the plan runs at that depth.
 
-    These see what decoding will see: earlier positions at their own, greater depths. Where a prior is given (maps
-    fitted at constant depths on all positions), the ridge pulls towards it instead of towards nothing.
+    They see what decoding will see: earlier positions at their own, greater depths. If a prior is given (maps fitted at
+    constant depth on all positions), the ridge pulls towards it instead of towards zero.
     """
     segments = depth_segments(plan, recording.columns)
     runs = {depth: dict(runs_of(plan.dropped(depth))) for depth in segments}
@@ -236,7 +236,7 @@ def _fit_part(
     settings: FitSettings,
     prior: Repair | None,
 ) -> Repair:
-    """One run's map from some columns of every text. Neurons are the prior's, so that the two can be compared."""
+    """One run's map, fitted on some columns of every text. It uses the prior's neurons, to be comparable with it."""
     layer, behind = run
     part = slice(*columns)
     valid = [batch.valid[:, part] for batch in recording.batches]

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and how much of it a measurement can promise."""
+"""The goal of a plan, and the confidence bound that a measurement gives for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Goal:
-    """What the user asked for: a bound on quality, a speed-up, or drafts for lossless mode."""
+    """What the user wants: a bound on quality loss, a speed-up, or a drafter for lossless mode."""
 
     max_kl: float | None = None
     max_agreement_loss: float | None = None
@@ -38,14 +38,14 @@ class Goal:
     def measure(self) -> str:
         if self.max_agreement_loss is not None:
             return "share of tokens on which plan and full model differ"
-        return "mean KL to the full model, in nats a token"
+        return "mean KL to the full model, in nats per token"
 
     @property
     def budget(self) -> float | None:
         return self.max_kl if self.max_kl is not None else self.max_agreement_loss
 
     def losses(self, fidelity: Fidelity) -> list[float]:
-        """What the budget bounds, as the mean over each prompt's tokens."""
+        """The loss that the budget limits, as the mean over each prompt's tokens."""
         if self.max_agreement_loss is not None:
             return [1 - agreement for agreement in fidelity.agreement_by_prompt]
         return fidelity.kl_by_prompt
@@ -55,10 +55,9 @@ class Goal:
 
 
 def upper_bound(losses: Sequence[float], tokens: Sequence[int], seed: int = 0, draws: int = 4000) -> float:
-    """A one-sided 95% bound on the mean over tokens, from prompts drawn anew: tokens of one text are not independent.
+    """A one-sided 95% bound on the mean over tokens, resampling prompts: tokens of one text are not independent.
 
-    The bootstrap's t: losses lean to one side, and with few prompts the plain percentile lies too low. Never below
-    what was measured.
+    A bootstrap-t: losses are skewed, and with few prompts the plain percentile is too low. Never below the measurement.
     """
     weights = np.asarray(tokens, dtype=float)
     sums = np.asarray(losses) * weights

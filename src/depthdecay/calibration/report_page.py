@@ -86,7 +86,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 def promise_sentence(promise: Mapping[str, Any]) -> str:
     """What was asked, what held-out text says, and what it buys, in one sentence."""
-    measure = promise.get("measure", "mean KL to the full model, in nats a token")
+    measure = promise.get("measure", "mean KL to the full model, in nats per token")
     parts = [f"asked for at most {_number(promise['budget'])} ({measure})"]
     if promise.get("held_out") is not None:
         words = f"held-out text measures {_number(promise['held_out'])}"
