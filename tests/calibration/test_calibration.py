@@ -70,7 +70,7 @@ def test_maps_of_a_model_in_float16_do_not_learn(tmp_path: Path) -> None:
     settings = replace(SMALL, learning_minutes=10.0)
     run = Calibration(tiny_model("llama").half(), None, token_prompts(), tmp_path, settings, say=said.append)
     assert run.make(Goal(speedup=1.2)).figures["learned"] is None
-    assert any("do not learn in float16" in line for line in said)
+    assert any("maps are not trained in float16" in line for line in said)
 
 
 def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Path) -> None:

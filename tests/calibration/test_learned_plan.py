@@ -72,7 +72,7 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
         make(interrupt)
     with pytest.warns(UserWarning, match=instead):
         plan = make(lines.append)
-    assert "going on with the texts of an interrupted run" in lines
+    assert "resuming with the texts of an interrupted run" in lines
     assert not any("writes" in line for line in lines)
     assert plan.draft_head is None
     assert plan.repairs

@@ -212,4 +212,4 @@ def test_plans_share_the_time_that_is_left_to_learn_in(tmp_path: Path) -> None:
     assert learned_repairs._minutes_to_learn(run) == pytest.approx(0.2, rel=0.01)
     run.time = TimeBudget(0.0)
     assert run.make(Goal(speedup=1.2)).figures["learned"] is None
-    assert "no time is left for maps to learn in" in said
+    assert "no time is left to train maps" in said

@@ -77,7 +77,7 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
     again = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
     assert again.fit.prompts == whole.fit.prompts > run.fit.prompts
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * 5)
-    with pytest.raises(DepthDecayError, match="no memory to calibrate in"):
+    with pytest.raises(DepthDecayError, match="no memory for calibration"):
         Calibration(model, None, token_prompts(), tmp_path / "other", SMALL)
 
 
@@ -189,7 +189,7 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     hurried = replace(SMALL, whole_minutes=1e-9, lowest_share=0.2)
     with pytest.warns(UserWarning, match=r"the least that can be measured takes about \d+ s, and 0 s are given"):
         run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
-    assert "the time is enough for 8 of 40 prompts" in said
+    assert "there is time for 8 of 40 prompts" in said
     assert 0 < run.fit.prompts < 8
     assert run.select.prompts > 0
     assert run.held_out.prompts > 0
@@ -202,7 +202,7 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     assert layer_influence(run) == []
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
-    assert "going on with the texts of an interrupted run" in said
+    assert "resuming with the texts of an interrupted run" in said
     assert again.fit.prompts == run.fit.prompts
     ample = Calibration(model, None, token_prompts(), tmp_path / "ample", replace(SMALL, whole_minutes=1e9))
     assert ample.fit.prompts + ample.select.prompts == 32

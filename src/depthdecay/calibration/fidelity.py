@@ -50,7 +50,7 @@ def depth_segments(plan: Plan, columns: int) -> dict[int, tuple[int, int]]:
 
 
 def shown_positions(tokens_by_position: Sequence[int]) -> int:
-    """How many positions a quarter of the texts reach; figures beyond reflect which texts are long, not the position."""
+    """How many positions a quarter of the texts reach; figures beyond reflect which texts are long, not position."""
     return sum(count >= tokens_by_position[0] / 4 for count in tokens_by_position)
 
 

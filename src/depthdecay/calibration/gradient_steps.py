@@ -1,8 +1,7 @@
-"""Gradient steps for what calibration learns: one loop, bounded by steps and by time, that keeps the best it has seen.
+"""The training loop of calibration: limited by steps and by time, it keeps the best result so far.
 
-The model stays frozen. What is learned is small, so the text runs out before the parameters do: every so often the
-result is judged on text that no step has seen, and the best of those results is what remains, also when the time is
-up, when the user interrupts, or when a loss is no longer a finite number.
+The model stays frozen. What is trained is small and can overfit, so the result is evaluated regularly on text that no
+step has seen. The best of these is kept, also when the time is up, the user interrupts, or a loss is not finite.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from torch import nn
 from depthdecay.errors import DepthDecayError
 from depthdecay.files import write_whole
 
-KEEP_EVERY = 45.0  # seconds: what is written down is four times the parameters in 32 bits
+KEEP_EVERY = 45.0  # seconds between checkpoints, each four times the parameters in 32 bits
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How far and how fast to go. The rate rises, stays, and falls to nothing over the last share of the way."""
+    """Number of steps and learning rate. The rate warms up, stays constant, and decays to zero at the end."""
 
     steps: int
     seconds: float = math.inf
     rate: float = 4e-4
-    warmup: float = 0.03  # of the steps, and so many of them at least, as far as there are some to follow
+    warmup: float = 0.03  # share of the steps, with a minimum if enough steps follow
     least_warmup: int = 40
-    cooldown: float = 0.3  # of the steps, or of the time where that ends first
+    cooldown: float = 0.3  # share of the steps, or of the time if that ends first
     weight_decay: float = 0.01
     clip: float = 1.0
     judgements: int = 8
@@ -45,13 +44,13 @@ class Judged:
 
     step: int
     seconds: float
-    training_loss: float | None  # the mean since the point before
+    training_loss: float | None  # the mean since the previous point
     judged_loss: float
 
 
 @dataclass
 class Learned:
-    """What became of it."""
+    """The outcome of training."""
 
     curve: list[Judged] = field(default_factory=list)
     best: float = math.inf
@@ -63,7 +62,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress line can say."""
+    """The figures for a progress line."""
 
     step: int
     steps: int
@@ -86,13 +85,12 @@ def descend(
     told: Callable[[Progress], None] = lambda progress: None,
     file: Path | None = None,
 ) -> Learned:
-    """Take steps down `loss_of(step)`, and leave in `parameters` what `judge` found best.
+    """Minimize `loss_of(step)`, and leave in `parameters` what `judge` found best.
 
-    `file`: where the descent stands is kept there now and then, and one that was interrupted goes on.
-
-    `loss_of` picks its batch by the number of the step, so that a seed gives the same result each time. `judge`: the
-    loss on text that no step sees; what the parameters start with is judged too, so the result is never worse. What
-    ends the descent early is told by `Learned.ended`; a KeyboardInterrupt is raised again, with the best in place.
+    `loss_of` picks its batch by the step number, so that a seed gives the same result each time. `judge` returns the
+    loss on text that no step sees; the initial parameters are judged too, so the result is never worse. `file`:
+    checkpoints are kept there, and an interrupted training resumes from it. `Learned.ended` says why training ended;
+    a KeyboardInterrupt is raised again, with the best parameters in place.
     """
     loop = _Descent(parameters, loss_of, judge, settings, told, file)
     try:
@@ -169,7 +167,7 @@ class _Descent:
         loss = self.loss_of(step)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        value = float(loss.detach())  # waits for the device, which by now has the way back to do as well
+        value = float(loss.detach())  # waits for the device, which by now has the backward pass queued as well
         if not math.isfinite(value):
             raise _NotFinite
         nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
@@ -177,7 +175,7 @@ class _Descent:
         return value
 
     def _factor(self, step: int) -> float:
-        """Of the highest rate: by steps, or by time where that runs out first."""
+        """The learning rate relative to its maximum: by steps, or by time if that runs out first."""
         settings = self.settings
         left = 1 - step / settings.steps
         if math.isfinite(settings.seconds):
@@ -206,7 +204,7 @@ class _Descent:
                 parameter.copy_(kept)
 
     def _keep(self, step: int) -> None:
-        """Write down where the descent stands: parameters, the best so far, the optimizer's two means."""
+        """Write a checkpoint: parameters, the best so far, the optimizer's two moments."""
         if self.file is None:
             return
         from safetensors.torch import save
@@ -224,7 +222,7 @@ class _Descent:
             raise DepthDecayError(f"cannot write to {self.file.parent}: {error.strerror or error}") from None
 
     def _resumed(self) -> int:
-        """The step to go on with; 0 where nothing that fits was kept."""
+        """The step to resume at; 0 without a matching checkpoint."""
         from safetensors import SafetensorError, safe_open
 
         if self.file is None or not self.file.exists():

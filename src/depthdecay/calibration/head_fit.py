@@ -1,8 +1,8 @@
-"""Fitting a draft head: windows are unrolled as they will be drafted, and each draft is held against the full model.
+"""Training a draft head: windows are unrolled as in drafting, and each draft is compared with the full model.
 
-The first draft of a window follows verified states; the second is fed by the head's own answer to the first, and so
-on. In the fit every position of a text begins a window at once: at the d-th draft a position attends to keys of
-verified states up to d positions before itself, and behind them to the keys that the window's own drafts have left.
+The first draft of a window follows verified states; the second is fed by the head's own output for the first, and so
+on. In training, every position of a text begins a window at once: at the d-th draft, a position attends to the keys of
+verified states up to d positions before itself, and after them to the keys of the window's own drafts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from depthdecay.model.devices import fast_precision
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import DraftHead, KeysAndValues
 
-FADING = 0.8  # what a draft counts against the one before it: later ones are of use less often
+FADING = 0.8  # weight of a draft relative to the one before it: later ones are used less often
 
 
 class HeadFit:
-    """A head with the rows of the model's output matrix that it may speak by."""
+    """A head with the rows of the model's LM head that make up its vocabulary."""
 
     def __init__(self, stack: LayerStack, head: DraftHead) -> None:
         self.stack, self.head = stack, head
         matrix = output_matrix(stack)
-        # Products in 16 bits are several times as fast as in 32. What is fitted stays in 32 bits.
+        # Products in 16 bits are several times as fast as in 32. Parameters stay in 32 bits.
         self.device = matrix.weight.device.type
         self.dtype = fast_precision(matrix.weight.device)
         with torch.no_grad():
@@ -39,7 +39,7 @@ class HeadFit:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def start_closed_form(self, texts: StatesOfTexts, batches: Sequence[int], ridge: float = 3e-3) -> None:
-        """Let `fc` begin as the best linear guess of what the model hands to its last norm."""
+        """Initialize `fc` as the best linear prediction of the input of the model's final norm."""
         normal = products = None
         for number in batches:
             inputs, wanted = self._linear_problem(texts.batch(number, self.head.shape))
@@ -56,18 +56,18 @@ class HeadFit:
                 self.head.join.weight.copy_(solved[:, width:])
 
     def _linear_problem(self, batch: TextStates) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the positions that have one before them: what the head is given, and the state that the norm undoes."""
+        """For positions that have a predecessor: the head's input, and the state with the final norm undone."""
         places = batch.valid[:, 1:]
         given = batch.states[:, :-1][places].float()
         if self.head.join is not None:
             given = torch.cat([given, batch.tokens[:, 1:][places].float()], dim=-1)
         scale = self.head.norm.weight.detach().float()
-        is_small = scale.abs() < 1e-3  # nothing of the state is left there
+        is_small = scale.abs() < 1e-3  # the norm has erased the state there
         wanted = (batch.said[:, 1:][places].float() / scale.masked_fill(is_small, 1.0)).masked_fill(is_small, 0.0)
         return given, wanted
 
     def windows(self, batch: TextStates, drafts: int) -> list[torch.Tensor]:
-        """The head's states (rows, columns, hidden) of the first draft at every position, of the second, …"""
+        """The head's states (rows, columns, hidden) for the first draft at every position, for the second, …"""
         head = self.head
         tokens = batch.tokens.to(self.dtype)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
@@ -84,15 +84,15 @@ class HeadFit:
         return states
 
     def normed(self, states: Sequence[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-        """What goes into the output matrix, (drafts, places, hidden)."""
+        """The input of the LM head, (drafts, places, hidden)."""
         return torch.stack([self.head.norm(state[places]).to(self.dtype) for state in states])
 
     def said(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens that the head can say."""
+        """Logits over the head's vocabulary."""
         return functional.linear(normed.to(self.dtype), self.rows, self.bias)
 
     def divergence(self, batch: TextStates, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean KL of drafts from the full model within answers, which alone are drafted; later ones count less."""
+        """The mean KL of drafts to the full model, within answers only, as in drafting; later drafts count less."""
         judged = [_judged(batch.valid, draft) & batch.answers for draft in range(len(states))]
         shares = [FADING**draft for draft in range(len(states))]
         places = judged[0]
@@ -109,7 +109,7 @@ class HeadFit:
 
     @torch.no_grad()
     def judge(self, texts: StatesOfTexts, drafts: int) -> HeadFigures:
-        """How often each draft of a window is right, on the answers of texts."""
+        """The accuracy of each draft of a window, on the answers of texts."""
         right = torch.zeros(drafts)
         positions = torch.zeros(drafts)
         windows: list[int] = []
@@ -134,19 +134,19 @@ class HeadFit:
 
 @dataclass(frozen=True)
 class HeadFigures:
-    """On text that was not fitted on."""
+    """Draft accuracy on text that was not trained on."""
 
     kl: float
-    right: list[float]  # by place in the window, where all before it were right
-    tokens_a_window: float  # with windows of that many drafts, the full model's own token counted
+    right: list[float]  # accuracy by position in the window, given that all before were right
+    tokens_a_window: float  # with windows of that many drafts, the full model's own token included
     positions: int
 
 
 def window_attention(query: torch.Tensor, kept: Sequence[KeysAndValues]) -> torch.Tensor:
     """Attention of the d-th draft at every position, with the keys of all drafts before it; d = len(kept) - 1.
 
-    Position j sees keys of verified states at 1 to j - d, and the s-th draft's key at j - d + s. (Position 0 has no
-    state before it, and so no key.)
+    Position j attends to keys of verified states at 1 to j - d, and to the s-th draft's key at j - d + s. (Position 0
+    has no state before it, and so no key.)
     """
     draft = len(kept) - 1
     keys, values = kept[0]
@@ -155,7 +155,7 @@ def window_attention(query: torch.Tensor, kept: Sequence[KeysAndValues]) -> torc
     grouped = query.reshape(rows, groups, heads // groups, columns, size)
     place = torch.arange(columns, device=query.device)
     visible = (place[None, :] <= place[:, None] - draft) & (place[None, :] > 0)
-    visible[:, 0] |= ~visible.any(dim=1)  # such positions are not judged; without a key they would be NaN
+    visible[:, 0] |= ~visible.any(dim=1)  # these positions do not count; without any key they would be NaN
     scores = torch.einsum("bghqd,bgkd->bghqk", grouped, keys) * size**-0.5
     scores = scores.masked_fill(~visible, float("-inf"))
     own = []
@@ -171,7 +171,7 @@ def window_attention(query: torch.Tensor, kept: Sequence[KeysAndValues]) -> torc
 
 
 def _shifted(tensor: torch.Tensor, by: int = 1, dim: int = 1) -> torch.Tensor:
-    """Each place has what stood so many places before it; zeros where there was nothing."""
+    """The tensor shifted by so many positions, filled with zeros."""
     if by == 0:
         return tensor
     pad = [0, 0] * (tensor.dim() - dim - 1) + [by, 0]
@@ -179,14 +179,14 @@ def _shifted(tensor: torch.Tensor, by: int = 1, dim: int = 1) -> torch.Tensor:
 
 
 def _judged(valid: torch.Tensor, draft: int) -> torch.Tensor:
-    """Positions whose window begins behind a verified state."""
+    """Positions whose window begins after a verified state."""
     judged = valid.clone()
     judged[:, : draft + 1] = False
     return judged
 
 
 def _window_lengths(hits: torch.Tensor, places: torch.Tensor) -> list[int]:
-    """Tokens of each window, one behind the other as decoding goes through a text. `hits`: (drafts, rows, columns)."""
+    """Tokens of each window, one after another as in decoding a text. `hits`: (drafts, rows, columns)."""
     lengths = []
     for row, columns in enumerate(places):
         spots = columns.nonzero().squeeze(1).tolist()
@@ -202,7 +202,7 @@ def _window_lengths(hits: torch.Tensor, places: torch.Tensor) -> list[int]:
 
 
 def token_counts(texts: StatesOfTexts, vocabulary: int) -> torch.Tensor:
-    """How often the full model says each token on these texts."""
+    """How often the full model predicts each token on these texts."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for number in range(len(texts)):
         counts += torch.bincount(texts.spoken(number).cpu(), minlength=vocabulary)[:vocabulary]
@@ -210,10 +210,10 @@ def token_counts(texts: StatesOfTexts, vocabulary: int) -> torch.Tensor:
 
 
 def frequent_tokens(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The tokens that are said most often, ascending; the lowest ids fill what is left."""
+    """The most frequent tokens, in ascending order; the lowest ids fill the rest."""
     counts = counts.clone()
     counts[list(always)] = counts.max() + 1
     size = min(size, len(counts))
-    # Ties, those that never came among them, in the order of their ids: tokenizers list frequent tokens first.
+    # Ties, such as tokens that never occurred, in the order of their ids: tokenizers list frequent tokens first.
     order = torch.sort(counts, descending=True, stable=True).indices[:size]
     return order.sort().values

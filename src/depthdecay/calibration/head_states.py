@@ -1,4 +1,4 @@
-"""What a draft head learns from: the full model's states on whole texts, read once as far as the memory holds them."""
+"""Training data of a draft head: the full model's hidden states on whole texts, computed once if they fit in memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.patches import patched
 from depthdecay.speculative.draft_head import HeadShape
 
-Text = tuple[Sequence[int], Sequence[int]]  # a prompt and what the model said, as token ids
+Text = tuple[Sequence[int], Sequence[int]]  # a prompt and the model's answer, as token ids
 
 _LOGIT_BYTES = 2**28
-_SHARE_OF_HOST = 0.4  # of its free memory, that states may take
+_SHARE_OF_HOST = 0.4  # the share of free host memory that states may take
 
 
 @dataclass
 class TextStates:
-    """Some texts, padded at the right. Column j is about token x_j and what the full model says behind it."""
+    """Some texts, padded on the right. Column j is about token x_j and what the full model predicts after it."""
 
-    tokens: torch.Tensor  # (rows, columns, hidden): what the model's first layers make of each token
+    tokens: torch.Tensor  # (rows, columns, hidden): the output of the model's first layers for each token
     states: torch.Tensor  # (rows, columns, states · hidden): the full model's
-    said: torch.Tensor  # (rows, columns, hidden): what goes into the output matrix
-    likeliest: torch.Tensor  # (rows, columns): the token that comes out of it first
+    said: torch.Tensor  # (rows, columns, hidden): the input of the LM head
+    likeliest: torch.Tensor  # (rows, columns): the top token
     valid: torch.Tensor  # (rows, columns): within the text
-    answers: torch.Tensor  # (rows, columns): where what is said belongs to the answer
+    answers: torch.Tensor  # (rows, columns): where the prediction belongs to the answer
 
 
 @dataclass
 class _Read:
-    """The same before heads have picked theirs: states by the layer behind which they stand."""
+    """The same for all heads: states by the layer that outputs them."""
 
     ids: torch.Tensor
     states: dict[int, torch.Tensor]
@@ -49,7 +49,7 @@ class _Read:
         return self.said.nbytes + sum(state.nbytes for state in self.states.values())
 
     def on(self, device: torch.device) -> _Read:
-        """Itself where it is there already."""
+        """A copy on the device; itself if it is there already."""
         if self.said.device == device:
             return self
         parts = {name: part.to(device) for name, part in vars(self).items() if name != "states"}
@@ -57,9 +57,9 @@ class _Read:
 
 
 class StatesOfTexts:
-    """Batches of texts of similar length, cut to `longest` tokens (the last ones, which hold the answer).
+    """Batches of texts of similar length, cut to the last `longest` tokens, which contain the answer.
 
-    Read once for heads of all `shapes`.
+    Computed once for heads of all `shapes`.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class StatesOfTexts:
         room: int,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`room`: bytes that states may take on the device; others lie in the host's memory as far as that holds them.
+        """`room`: bytes that states may take on the device; the rest goes to host memory, as far as it fits.
 
-        What does not fit there either is read anew whenever it is asked for.
+        What does not fit there either is computed again whenever it is needed.
         """
         self.stack = stack
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
@@ -101,7 +101,7 @@ class StatesOfTexts:
         return len(self.batches)
 
     def batch(self, number: int, shape: HeadShape) -> TextStates:
-        """As a head of this shape sees it."""
+        """The batch as a head of this shape sees it."""
         read = self._batch(number)
         entered = [read.states[layer] for layer in _entry(shape)] or [self._embedded(read.ids)]
         return TextStates(
@@ -119,7 +119,7 @@ class StatesOfTexts:
         return embedded.to(self.dtype)
 
     def spoken(self, number: int) -> torch.Tensor:
-        """The tokens that the full model says on a batch."""
+        """The tokens that the full model predicts on a batch."""
         read = self._batch(number)
         return read.likeliest[read.valid]
 
@@ -152,7 +152,7 @@ class StatesOfTexts:
         )
 
     def _forward(self, ids: torch.Tensor, layer_pass: LayerPass) -> torch.Tensor:
-        """Run the model, and give what it hands to its output matrix, which stays out of it."""
+        """Run the model without its LM head, and return the LM head's input."""
         head = output_matrix(self.stack)
         found: list[torch.Tensor] = []
 
@@ -171,15 +171,15 @@ def output_matrix(stack: LayerStack) -> nn.Linear:
     head: Any = stack.model.get_output_embeddings()
     if type(head) is not nn.Linear or not head.weight.is_floating_point():
         raise UnsupportedModelError(
-            f"a draft head learns from the model's output matrix, and {type(stack.model).__name__}'s is not a plain one"
+            f"a draft head needs a plain linear LM head in the model; that of {type(stack.model).__name__} is not"
         )
     return head
 
 
 def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
-    """A few columns at a time: logits over the whole vocabulary are large.
+    """The top tokens, a few columns at a time: logits over the whole vocabulary are large.
 
-    Where products run in 16 bits, the two likeliest of those are compared in the model's own precision.
+    Where products run in 16 bits, their top two are compared again in the model's own precision.
     """
     step = max(1, _LOGIT_BYTES // (head.weight.element_size() * head.weight.shape[0] * said.shape[0]))
     found = []
@@ -198,7 +198,7 @@ def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
 
 
 def _entry(shape: HeadShape) -> tuple[int, ...]:
-    """The layer behind which a head takes tokens over; none where it takes their embeddings."""
+    """The layer whose output a head uses for tokens; empty if it uses their embeddings."""
     return (shape.first_layers - 1,) if shape.first_layers else ()
 
 

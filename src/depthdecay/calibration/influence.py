@@ -1,4 +1,4 @@
-"""Which layers look cheap to drop, from the full model's states alone: two fast guesses, no layer is run for them."""
+"""Which layers look cheap to drop: two fast heuristics on the full model's hidden states, without running any layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def block_influence(recording: Recording) -> list[float]:
 
 @torch.no_grad()
 def unrepaired_share(recording: Recording, settings: FitSettings) -> list[float]:
-    """How much of each layer's output, measured against the state, a repair map would leave over.
+    """The part of each layer's output, relative to the hidden state, that a repair map would not recover.
 
-    Block influence asks how much a layer does; with repair it matters how much of that no linear map can do.
+    Block influence measures how much a layer does; with repair, what matters is how much of that no map can do.
     """
     shares = []
     for layer in range(recording.stack.num_layers):

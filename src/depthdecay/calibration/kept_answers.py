@@ -1,4 +1,4 @@
-"""Texts to calibrate by: prompts dealt out, answered by the full model, recorded; kept for an interrupted run."""
+"""Texts to calibrate on: prompts, split and answered by the full model, then recorded; kept for resuming."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
 from depthdecay.plan.identity import identity
 
-# What follows the least number of answers, in the time that these took: reading them, a rung of the search, maps of two
-# depths, and the figures. As it was on two cores.
+# Time for everything after the minimum number of answers, relative to the time for these: recording them, one search
+# step, maps of two depths, and the measurements. As measured on two cores.
 _REST_OF_THE_LEAST = 2.0
 
 
 class RecordedTexts:
-    """Recordings of texts to fit on, to choose by and held out, and held-out ones of other kinds than the user's.
+    """Recordings of texts to fit on, of validation and held-out texts, and of held-out texts of other kinds.
 
-    `settings` are those that were asked for, with a horizon that the texts reach.
+    `settings` are those requested, with a horizon that the texts reach.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class RecordedTexts:
         texts = len(own) + len(held_out) + len(more)
         again = self._answers_again(split.calibration[: self._fitted(len(split.calibration))], texts, device)
         self.settings = self._within_texts([*own, *held_out])
-        # Of the other kinds some are held out, the rest are fitted on. Choices go by the user's own texts alone: other
-        # kinds lose several times as much, and would outvote them.
+        # Of the other kinds, some are held out and the rest are fitted on. Choices are made on the user's texts only:
+        # other kinds lose several times as much, and would dominate.
         elsewhere, more = more[: len(more) // 6], more[len(more) // 6 :]
         fit = self._fitted(len(own))
         seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
@@ -77,14 +77,14 @@ class RecordedTexts:
         self.fit_texts = [*own[:fit], *again, *more]
         self.held_out_texts = held_out
         started = time.monotonic()
-        self.fit = self._record(self.fit_texts, "reading calibration texts")
+        self.fit = self._record(self.fit_texts, "recording calibration texts")
         self.fit_seconds = time.monotonic() - started
-        self.select = self._record(own[fit:], "reading texts to choose by")
-        self.held_out = self._record(held_out, "reading held-out texts")
-        self.elsewhere = self._record(elsewhere, "reading other held-out texts") if elsewhere else None
+        self.select = self._record(own[fit:], "recording validation texts")
+        self.held_out = self._record(held_out, "recording held-out texts")
+        self.elsewhere = self._record(elsewhere, "recording other held-out texts") if elsewhere else None
 
     def _own_prompts(self, tokenizer: Any, folder: Path) -> list[list[int]]:
-        """As many as are dealt out, written by the model itself."""
+        """As many prompts as are needed, written by the model itself."""
         count = self.settings.fit_prompts + self.settings.select_prompts + self.settings.held_out_prompts
         bounds = {name: bound for name, bound in self._bounds().items() if name != "vocabulary"}
         engine = Engine(self.model, compile=False)
@@ -92,43 +92,43 @@ class RecordedTexts:
         return own_prompts(engine, tokenizer, count, folder=folder, say=self.say, until=until, **bounds)
 
     def _fitted(self, count: int) -> int:
-        """How many of so many texts are fitted on; the others are chosen by."""
+        """How many of `count` texts are fitted on; the others are for validation."""
         wanted = self.settings.fit_prompts + self.settings.select_prompts
         return min(max(4, self.settings.fit_prompts * count // wanted), count)
 
     def _others(self, prompts: Sequence[Any], tokenizer: Any, own: int) -> list[list[int]]:
-        """Prompts of other kinds than the user's: maps that have seen one kind of text only ruin all others."""
+        """Prompts of other kinds than the user's: maps fitted on one kind of text ruin all others."""
         count = int(self.settings.variety * self._fitted(own))
         return variety(count, tokenizer, besides=prompts, **self._bounds())
 
     def _that_fit(self, split: Split, others: int, device: torch.device) -> Split:
-        """Fewer prompts where the states of so many would not fit the memory: twice, since maps are tried on a copy.
+        """Fewer prompts if their hidden states would not fit in memory twice (maps are tried on a copy).
 
-        What was decided once is kept, so that an interrupted run goes on with the same prompts.
+        The decision is kept, so that an interrupted run resumes with the same prompts.
         """
         most = self._room_for_texts(device) - len(split.held_out) - others
         kept = self.work.read("prompts")
         most = min(most, len(split.calibration)) if kept is None else kept
         if most < min(8, len(split.calibration)):
             raise ArgumentError(
-                f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory to "
-                "calibrate in; ask for fewer new_tokens or held_out_prompts",
+                f"the states of {len(split.held_out)} texts of {self.settings.new_tokens} tokens leave no memory for "
+                "calibration; reduce new_tokens or held_out_prompts",
                 *("new_tokens", "held_out_prompts"),
             )
         self.work.write("prompts", most)
         if most == len(split.calibration):
             return split
-        self.say(f"the memory holds the states of {most} prompts, so fewer than {len(split.calibration)} are used")
+        self.say(f"memory fits the states of {most} prompts, so not all {len(split.calibration)} are used")
         return replace(split, calibration=split.calibration[:most])
 
     def _room_for_texts(self, device: torch.device) -> int:
-        """How many texts' states the memory holds."""
+        """How many texts' states fit in memory."""
         size = torch.empty((), dtype=self.stack.model.dtype).element_size()
         states = self.settings.new_tokens * self.stack.hidden_size * (self.stack.num_layers + 1) * size
         return int(0.7 * free_bytes(device) / (2.5 * states))
 
     def _within_texts(self, texts: Sequence[Continuation]) -> CalibrationSettings:
-        """A horizon that texts reach: what few of them come to cannot be measured, so it is not promised."""
+        """Settings with a horizon that the texts reach: longer answers cannot be measured, so nothing is promised."""
         lengths = sorted((len(text.tokens) for text in texts), reverse=True)
         reached = max(lengths[len(lengths) // 4], 2)
         if reached >= self.settings.new_tokens:
@@ -142,10 +142,10 @@ class RecordedTexts:
         return split_prompts(prompts, tokenizer, calibration=calibration, held_out=held_out, **self._bounds())
 
     def _bounds(self) -> dict[str, Any]:
-        """Which prompts a model takes, and the seed by which they are dealt out."""
+        """The limits on prompts, and the seed that splits them."""
         limit, new_tokens = self.stack.context_limit(), self.settings.new_tokens
         if limit is not None and limit <= new_tokens:
-            raise DepthDecayError(f"{new_tokens} new tokens do not fit the model's context of {limit}")
+            raise DepthDecayError(f"{new_tokens} new tokens do not fit the model's context of {limit}; reduce them")
         return {
             "vocabulary": self.stack.model.get_input_embeddings().weight.shape[0],
             "longest": None if limit is None else limit - new_tokens,
@@ -153,11 +153,11 @@ class RecordedTexts:
         }
 
     def _texts(self, *kinds: list[list[int]]) -> list[list[Continuation]]:
-        """The full model's answers to prompts of each kind, from the work folder where they lie there."""
+        """The full model's answers to prompts of each kind, read from the work folder if they are there."""
         prompts = [prompt for kind in kinds for prompt in kind]
         kept = self.work.read("texts")
         if kept is not None:
-            self.say("going on with the texts of an interrupted run")
+            self.say("resuming with the texts of an interrupted run")
         else:
             kept = self._answers_in_time(prompts)
             self.work.write("texts", kept)
@@ -168,7 +168,7 @@ class RecordedTexts:
         ]
 
     def _answers_in_time(self, prompts: list[list[int]]) -> list[Sequence[int] | None]:
-        """The tokens of every answer; where time is short, of some prompts of each kind, and None for the others."""
+        """The tokens of every answer; if time is short, for some prompts of each kind, and None for the others."""
         engine, title = Engine(self.model, compile=False), "the full model answers prompts"
         if not self.time.is_bounded:
             return [text.tokens for text in self._answered(engine, prompts, title)]
@@ -184,15 +184,15 @@ class RecordedTexts:
                 found[index] = text.tokens
             if self.time.left_of(ANSWERS_SHARE) == 0 and start + 1 < rounds:
                 answered = sum(tokens is not None for tokens in found)
-                self.say(f"the time is enough for {answered} of {len(prompts)} prompts")
+                self.say(f"there is time for {answered} of {len(prompts)} prompts")
                 break
         return found
 
     def _warn_of_least(self, seconds: float) -> None:
         if seconds > 1.1 * self.time.seconds:
             warnings.warn(
-                f"on this machine the least that can be measured takes about {seconds:.0f} s, and "
-                f"{self.time.seconds:.0f} s are given; it goes on so long",
+                f"on this machine the smallest calibration takes about {seconds:.0f} s, but only "
+                f"{self.time.seconds:.0f} s were given; it continues anyway",
                 stacklevel=2,
             )
 
@@ -203,9 +203,9 @@ class RecordedTexts:
         return continue_prompts(engine, prompts, self.settings.new_tokens, batch=batch, seed=seed, progress=told)
 
     def _answers_again(self, prompts: list[list[int]], texts: int, device: torch.device) -> list[Continuation]:
-        """Sampled answers to the same prompts, where these are few: maps need more text than choices do.
+        """Sampled answers to the same prompts, if there are few: fitting maps needs more text than validation.
 
-        `texts` are there already, and the memory must hold them all.
+        `texts` exist already, and all must fit in memory together.
         """
         kept = self.work.read("again")
         if kept is None:

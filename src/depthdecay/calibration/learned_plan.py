@@ -1,4 +1,4 @@
-"""From a model to a folder with a learned drafter: it writes text, a head learns from it, and the figures are kept."""
+"""From a model to a folder with a learned drafter: a head is trained on text that the model writes itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from depthdecay.plan.identity import identity
 from depthdecay.plan.plan import Plan
 from depthdecay.speculative.draft_head import HEAD_FILE
 
-# Minutes unless told otherwise, and the share of them that the model writes for.
+# Default minutes, and the share of them spent on writing text.
 MINUTES = {"cuda": 15.0}
 MINUTES_ELSEWHERE = 60.0
 WRITING = 0.45
-WRITING_ELSEWHERE = 0.5  # where a token takes longer to write than to learn from
-LATEST_WRITING = 0.7  # where the least text is not there before
+WRITING_ELSEWHERE = 0.5  # where writing a token takes longer than training on it
+LATEST_WRITING = 0.7  # if the minimum of text takes that long
 
 
 def learn_plan(
@@ -42,11 +42,11 @@ def learn_plan(
     seed: int = 0,
     say: Say = lambda message: None,
 ) -> tuple[Plan, LearnedDrafter]:
-    """A full-depth plan whose drafter is learned, saved in `folder` with its heads.
+    """A full-depth plan with a learned drafter, saved in `folder` with its heads.
 
-    `prompts`: the user's, if any, are answered too. `quantize`: how the model reads its weights while it writes. Called
-    again after an interruption, it goes on where it stopped. Where the time is too short, `TooLittleTime` is raised as
-    soon as that is known.
+    `prompts`: the user's, if any, are answered too. `quantize`: how the weights are quantized while the model writes.
+    Called again after an interruption, it resumes where it stopped. If the time is too short, `TooLittleTime` is raised
+    as soon as that is known.
     """
     started = time.monotonic()
     stack = LayerStack.of(loaded.model)
@@ -80,7 +80,7 @@ def _kind(text: OwnText, tokenizer: Any) -> str:
 
 
 def usual_time(device: str) -> TimeBudget:
-    """For a drafter, from now on, where nobody says how long."""
+    """The default time for a drafter, starting now."""
     return TimeBudget(MINUTES.get(device, MINUTES_ELSEWHERE))
 
 
@@ -90,7 +90,7 @@ def _ids(loaded: LoadedModel, prompts: Sequence[Any]) -> list[list[int]]:
 
 
 def _saved(stack: LayerStack, drafter: LearnedDrafter, folder: Path) -> Plan:
-    """Heads first, and no older plan beside them: a plan that is there belongs to its heads."""
+    """Saves heads first, after removing an older plan, so that a plan in the folder always matches its heads."""
     held_out = drafter.figures["head"]["held_out"]["all"]
     notes = {
         "drafter": {

@@ -1,10 +1,10 @@
-"""Repair maps that learn: gradient steps from the closed-form maps, for the plan as a whole.
+"""Training repair maps: gradient steps from the closed-form maps, for the plan as a whole.
 
-Closed form brings each map as near as it can to the full model's state behind its run, one after the other. What counts
-is what the last layer says, so here all maps of a plan learn together, by the KL at the positions and depths of the
-plan; the layers between them stay as they are. On a GPU the model first writes more text than there are prompts for.
-A plan reads what it wrote, so part of the text is the plan's own, judged by the full model like the rest, and written
-anew as the maps improve.
+The closed form fits each map on its own, to the full model's hidden state after its run. What counts is the model's
+output, so here all maps of a plan are trained together, on the KL at the plan's positions and depths; the layers
+between them are frozen. On a GPU, the model first writes more text than there are prompts for. In use, a plan continues
+its own text, so part of the text is written by the plan, scored by the full model like the rest, and rewritten as the
+maps improve.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from depthdecay.plan.plan import Plan
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
-# Share of the first plan's minutes in which the model writes text to learn from. Elsewhere than on a GPU a token takes
-# as long to write as to learn from, and the calibration's own texts are not learned by heart so soon.
+# Share of the first plan's minutes for writing text to train on. Without a GPU, writing a token takes as long as
+# training on it, and the calibration's own texts are not overfitted so soon.
 WRITING = {"cuda": 0.25}
 MOST_TEXT = 3_000_000  # tokens
 _LEAST_ANSWER = 8  # tokens
-_LEARNING_SHARE = 0.8  # of the time that is left for a plan: the rest is for its figures
+_LEARNING_SHARE = 0.8  # of the time left for a plan; the rest is for measuring it
 _LEAST_SECONDS = 1.0
-_ROWS_WRITTEN, _ROWS_WRITTEN_ELSEWHERE = 256, 64  # answers that a plan writes side by side, on a GPU and elsewhere
+_ROWS_WRITTEN, _ROWS_WRITTEN_ELSEWHERE = 256, 64  # batch size for the plan's own answers, on a GPU and elsewhere
 
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """How long maps learn, and from what."""
+    """How long maps are trained, and on what."""
 
     minutes: float
     passes: int = 6  # over all texts
-    rows: int = 16  # texts a step
-    rate: float = 1e-2  # in units of each part's own size
-    pull: float = 0.01  # of the weight decay, towards the closed-form start
-    own_share: float = 0.25  # of the texts, whose prompts the plan answers itself
-    most_own: int = 512  # of these prompts
-    renewals: int = 3  # how often it answers them, the first time at the start
+    rows: int = 16  # texts per step
+    rate: float = 1e-2  # relative to each part's own size
+    pull: float = 0.01  # weight decay, towards the closed-form start
+    own_share: float = 0.25  # of the texts, answered by the plan itself
+    most_own: int = 512  # prompts for these
+    renewals: int = 3  # how often the plan answers them, the first time at the start
     seed: int = 0
 
 
 class PartsInARow:
-    """Parts of many maps as one long parameter in 32 bits: what was learned, in units of each part's size at the start.
+    """Parts of many maps as one long 32-bit parameter: the learned change, in units of each part's initial size.
 
     Parts differ in scale by orders of magnitude, and from model to model; in these units one rate suits all of them,
-    and weight decay pulls towards the start instead of towards nothing. A plan has hundreds of parts, so a GPU would
-    wait for the host if each were handled by itself.
+    and weight decay pulls towards the start instead of towards zero. A plan has hundreds of parts, so a GPU would wait
+    for the host if each were updated separately.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self.shapes = [part.shape for part in parts]
         self.start = torch.cat([part.flatten() for part in parts])
         self.sizes = torch.cat([torch.full_like(part, _size_of(part)).flatten() for part in parts])
-        is_matrix = parts[0].dim() > 1  # only matrices decay, which the descent tells by their dimensions
+        is_matrix = parts[0].dim() > 1  # only matrices decay; the training loop recognises them by their dimensions
         self.learned = nn.Parameter(torch.zeros_like(self.start.unsqueeze(0) if is_matrix else self.start))
 
     def values(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ class PartsInARow:
 
 
 class MapMasters:
-    """A plan's maps as parameters in 32 bits, side by side where device, precision and kind are the same."""
+    """A plan's maps as 32-bit parameters, concatenated where device, precision and kind are the same."""
 
     def __init__(self, repairs: Repairs, depths: Sequence[int], examples: Sequence[torch.Tensor]) -> None:
         self.repairs = repairs
@@ -108,7 +108,7 @@ class MapMasters:
         return [row.learned for row in self.rows.values()]
 
     def maps(self) -> Repairs:
-        """The maps as they are now, in the precision of their layers, for a gradient to pass through."""
+        """The current maps, in the precision of their layers, differentiable."""
         return self._made({group: row.values(group[1]) for group, row in self.rows.items()})
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class MapMasters:
         return Repairs(at_depth, self.repairs.vocabulary)
 
 
-_Group = tuple[torch.device, torch.dtype, bool]  # where parts are, in which numbers they run, and whether as matrices
+_Group = tuple[torch.device, torch.dtype, bool]  # device and dtype of parts, and whether they are matrices
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _size_of(part: torch.Tensor) -> float:
-    """The root of the mean square; of a part that is nothing yet, what a part of its width would have."""
+    """The root mean square; for a part that is still zero, what is typical for its width."""
     size = float(part.pow(2).mean().sqrt())
     return size if size > 0 else part.shape[-1] ** -0.5
 
@@ -156,7 +156,7 @@ def _place(example: torch.Tensor) -> tuple[torch.device, torch.dtype]:
 
 
 class LearnedRepairs:
-    """One plan whose maps learn on given texts, judged on texts to choose by."""
+    """Trains the maps of one plan on given texts, judged on validation texts."""
 
     def __init__(
         self,
@@ -187,13 +187,13 @@ class LearnedRepairs:
         self.renewals_made = 0
         self.started = time.monotonic()
         self.steps_made = 0
-        self.curve: list[tuple[int, float]] = []  # steps, and the KL on the texts to choose by after them
+        self.curve: list[tuple[int, float]] = []  # steps, and the KL on validation texts after them
         self.ended = ""
 
     def learn(self) -> Repairs:
-        """The best maps that were seen on the texts to choose by, as they will be saved.
+        """The best maps on the validation texts, as they will be saved.
 
-        An interrupt ends the learning and not the program: what has been learned by then is of use.
+        Ctrl-C ends the training, not the program: what has been learned by then is useful.
         """
         steps = StepSettings(
             steps=self.steps,
@@ -210,7 +210,7 @@ class LearnedRepairs:
                 raise
             self.ended = f"the user interrupted step {self.steps_made + 1} of {steps.steps}"
         start, best = self.curve[0][1], min(kl for _, kl in self.curve)
-        self.say(f"maps have learned: KL {start:.4f} before and {best:.4f} now, on texts to choose by; {self.ended}")
+        self.say(f"maps trained: KL {start:.4f} before and {best:.4f} now, on validation texts; {self.ended}")
         return self.masters.stored()
 
     def loss(self, step: int) -> torch.Tensor:
@@ -226,23 +226,23 @@ class LearnedRepairs:
             return mean_kl(batch.judged(state), said, batch.wanted, said, self.rows_at_once)
 
     def _is_renewal_due(self, step: int) -> bool:
-        """At the start, and again after equal shares of the way."""
+        """At the start, and again after equal shares of the training."""
         renewals = self.settings.renewals if self.prompts else 0
         return self.renewals_made < renewals and self._share_done(step) * renewals >= self.renewals_made
 
     def _share_done(self, step: int) -> float:
-        """Of the way: by steps, or by time where that ends first."""
+        """Share of the training: by steps, or by time if that ends first."""
         return max(step / self.steps, (time.monotonic() - self.started) / (60 * self.settings.minutes))
 
     def judge(self) -> float:
-        """KL on the texts to choose by, of the maps as they would be saved."""
+        """KL on the validation texts, of the maps as they would be saved."""
         kl = self.select.measure(self.plan, self.masters.stored()).kl
         self.curve.append((self.steps_made, kl))
         return kl
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], repairs: Repairs | None = None) -> list[Continuation]:
-        """What the plan itself answers, greedily."""
+        """The plan's own greedy answers."""
         maps = self.masters.stored() if repairs is None else repairs
         engine = Engine(self.stack.model, plan=self.plan, repairs=maps, compile=False)
         rows = _ROWS_WRITTEN if primary_device(self.stack.model).type == "cuda" else _ROWS_WRITTEN_ELSEWHERE
@@ -254,7 +254,7 @@ class LearnedRepairs:
         )
 
     def _texts_of(self, step: int) -> tuple[DifferentiableTexts, int]:
-        """Given text and the plan's own by their shares, each in an order of the seed's, every text once a pass."""
+        """Given texts and the plan's own by their shares, each in seeded order, every text once per pass."""
         before, now = (int(count * self.settings.own_share) for count in (step, step + 1))
         if len(self.own) and now > before:
             return self.own, self._drawn(before, len(self.own))
@@ -267,29 +267,29 @@ class LearnedRepairs:
     def _told(self, progress: Progress) -> None:
         self.steps_made = progress.step
         self.say(
-            f"maps learn: step {progress.step} of {progress.steps}, KL {progress.loss:.4f} "
+            f"training maps: step {progress.step} of {progress.steps}, KL {progress.loss:.4f} "
             f"(about {progress.seconds_left:.0f} s left)"
         )
 
 
 def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repairs, dict[str, Any] | None]:
-    """The maps of a calibration's plan after learning, and the figures of it on held-out text.
+    """The maps of a calibration's plan after training, and their figures on held-out text.
 
-    Text of the plan's own is measured for closed-form and learned maps alike: each as it would answer the held-out
-    prompts, held against what the full model would have said in its place.
+    Closed-form and trained maps are also measured on text that each writes itself, in answer to the held-out prompts,
+    compared with the full model on the same text.
     """
     if run.stack.model.dtype == torch.float16:
-        run.say("maps do not learn in float16, where gradients vanish; load the model in bf16 or fp32 for that")
+        run.say("maps are not trained in float16, where gradients vanish; load the model in bf16 or fp32 for that")
         return repairs, None
     budget = TimeBudget(_minutes_to_learn(run))
     if budget.seconds < _LEAST_SECONDS:
-        run.say("no time is left for maps to learn in")
+        run.say("no time is left to train maps")
         return repairs, None
     device = primary_device(run.stack.model).type
     if run.own_texts is None:
         run.own_texts = _own_texts(run, budget.left_of(WRITING.get(device, 0.0)))
     texts = [*run.fit_texts, *run.own_texts]
-    # A GPU is quickest with thousands of tokens a step; fewer leave it waiting for the host.
+    # A GPU is fastest with thousands of tokens per step; with fewer, it waits for the host.
     rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
     settings = LearningSettings(minutes=budget.left_of() / 60, rows=rows, seed=run.settings.seed)
     learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say)
@@ -314,7 +314,7 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
 
 
 def _minutes_to_learn(run: Calibration) -> float:
-    """As many as were asked for; fewer where the time for the whole would not hold them for every plan."""
+    """The minutes requested; fewer if the total time is too short for all plans."""
     asked = run.settings.learning_minutes
     if not run.time.is_bounded:
         return asked
@@ -322,10 +322,10 @@ def _minutes_to_learn(run: Calibration) -> float:
 
 
 def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
-    """What the model writes in so much time: questions of its own with answers, and further answers to prompts.
+    """Text that the model writes in this time: its own questions with answers, and further answers to prompts.
 
-    Of the prompts it sees those that maps are fitted on, and its questions are others than those that it may have
-    written for the calibration itself: what is chosen by and what is held out stays unseen.
+    It uses only the prompts that maps are fitted on, and its questions differ from those it may have written for the
+    calibration itself: validation and held-out texts stay unseen.
     """
     if run.tokenizer is None or seconds <= 0:
         return []
@@ -343,6 +343,6 @@ def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
             until=until,
         )
     except TooLittleTime as reason:
-        run.say(f"{reason}; maps learn from the calibration's texts alone")
+        run.say(f"{reason}; maps are trained on the calibration's texts only")
         return []
     return [Continuation(tuple(text.prompt), tuple(text.answer)) for text in texts]

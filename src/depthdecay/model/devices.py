@@ -78,9 +78,9 @@ def free_bytes(device: torch.device) -> float:
 
 
 def fast_precision(device: torch.device) -> torch.dtype:
-    """The precision to learn in: bfloat16 where a device multiplies matrices in it much faster, else float32.
+    """The precision for training: bfloat16 where a device multiplies matrices much faster in it, else float32.
 
-    CPUs are timed (some milliseconds, once): their features say little about the speed of a library's kernels.
+    CPUs are timed once, in a few milliseconds: their feature flags say little about the speed of a library's kernels.
     """
     import torch
 
@@ -90,7 +90,7 @@ def fast_precision(device: torch.device) -> torch.dtype:
 
 
 def in_fast_precision(model: torch.nn.Module) -> torch.autocast:
-    """A block in which a CPU runs a model of 32 bits in 16, where that is much faster; elsewhere nothing changes."""
+    """Autocast a float32 model on a CPU to bfloat16 where that is much faster; a no-op elsewhere."""
     import torch
 
     device = next(model.parameters()).device
@@ -105,7 +105,7 @@ def _is_faster_in_bfloat16() -> bool:
     def seconds(dtype: torch.dtype) -> float:
         left, right = torch.ones((512, 512), dtype=dtype), torch.ones((512, 512), dtype=dtype)
         found = []
-        for _ in range(6):  # the fastest counts: others may use the machine too
+        for _ in range(6):  # the minimum counts: other processes may share the machine
             started = time.perf_counter()
             left @ right
             found.append(time.perf_counter() - started)
