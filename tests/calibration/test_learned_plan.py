@@ -39,7 +39,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     assert figures["tokens_written"] > 0
     assert figures["head"]["learned"]["curve"][0]["training_loss"] is None
     assert "Drafts that are right" in (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
-    assert any("writes text of its own" in line for line in lines)
+    assert any("writes training text" in line for line in lines)
     assert any("fitting" in line for line in lines)
     engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
     answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
@@ -67,7 +67,7 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
         if line.startswith("looking for layers"):
             raise Interrupted
 
-    instead = r"at 1 tokens a second the model needs 20 minutes .*; the drafter uses the model's own layers instead"
+    instead = r"at 1 tokens/s the model needs 20 minutes .*; the drafter uses the model's own layers instead"
     with pytest.warns(UserWarning, match=instead), pytest.raises(Interrupted):
         make(interrupt)
     with pytest.warns(UserWarning, match=instead):

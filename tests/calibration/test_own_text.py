@@ -179,7 +179,7 @@ def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp
     assert len(list((tmp_path / WORK_FOLDER).glob("own-text-*"))) == 3
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, say=said.append) == whole
-    assert said[0].startswith("going on behind")
+    assert said[0].startswith("resuming after")
     # What another seed or model has written is left alone.
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, seed=5, say=said.append) != whole
@@ -195,13 +195,13 @@ def test_a_model_that_is_too_slow_is_known_by_its_first_questions(
     chat: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_text, "LEAST_TOKENS", 10**9)
-    with pytest.raises(TooLittleTime, match=r"at [\d,]+ tokens a second .* to write 1,000,000,000 tokens"):
+    with pytest.raises(TooLittleTime, match=r"at [\d,]+ tokens/s .* to write 1,000,000,000 tokens"):
         written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
     assert [file.name for file in (tmp_path / WORK_FOLDER).iterdir()] == ["own-questions-00000.json"]
 
     # Another run knows as much without writing them again, and they serve whoever needs questions next.
     monkeypatch.setattr(TextBatches, "write", None)
-    with pytest.raises(TooLittleTime, match="tokens a second"):
+    with pytest.raises(TooLittleTime, match="tokens/s"):
         written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
     monkeypatch.setattr(own_questions, "LEAST_QUESTIONS", 1)
     prompts = own_prompts(engine_of(chat), chat.tokenizer, 1, longest=200, seed=0, folder=tmp_path, say=print)

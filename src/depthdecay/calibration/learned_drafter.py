@@ -1,8 +1,8 @@
-"""A drafter for lossless mode that is learned, in minutes, from what the model itself says.
+"""A learned drafter for lossless mode, trained in minutes on text the model wrote itself.
 
-The model's weights stay as they are. Heads that build on more or fewer of its first layers are fitted for a while, and
-the one that promises most, by what its drafts cost and how often they are right on text that it has not seen, is
-fitted on. Beside it one in the form that other engines load is kept.
+The model's weights stay unchanged. Heads on top of more or fewer of its first layers are trained briefly. The one with
+the highest expected speed-up, from the cost of its drafts and their accuracy on unseen text, is trained further. One in
+the format that other engines load is saved as well.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from depthdecay.speculative.draft_head import (
 from depthdecay.speculative.expected_gain import LONGEST, Pace
 
 LEAST_TEXTS = 16
-_LEAST_LAYERS = 8  # of a model, for heads that other engines load: they take states from fixed places
+_LEAST_LAYERS = 8  # of a model, for heads that other engines load: they use the states of fixed layers
 _SHARE_OF_MEMORY = 0.5
-_SHORT_STEPS = 0.08  # of the steps, by which heads are compared
-# On a GPU, heads whose expected gain comes this near the best one's are timed, if there is so much time in all.
+_SHORT_STEPS = 0.08  # share of the steps for comparing heads
+# On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12
-_BEHIND_OTHERS, _MOST_BEFORE = 0.2, 3  # the share of texts that are read behind others, and how many at most
+_BEHIND_OTHERS, _MOST_BEFORE = 0.2, 3  # share of texts that follow other texts, and how many of those at most
 _VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
-_GUESSED_RIGHT = 0.6  # for choosing a vocabulary, before anything is fitted
+_GUESSED_RIGHT = 0.6  # assumed acceptance for choosing a vocabulary, before anything is trained
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """How much is learned from, and how."""
+    """How much text a head is trained on, and how."""
 
     epochs: float = 4.0
-    drafts: int = 4  # of a window that is unrolled
+    drafts: int = 4  # per unrolled window
     rows: int = 32
-    longest: int = 1024  # tokens of a text, with what stands before it
+    longest: int = 1024  # tokens of a text, with preceding texts
     rate: float = 5e-4
     width: float = 1.0  # of a layer's neurons
-    first_layers: tuple[int, ...] = (0, 2, 5)  # of the model, that heads build on
+    first_layers: tuple[int, ...] = (0, 2, 5)  # how many of the model's layers heads build on
     most_text: int = 5_000_000  # tokens
     seed: int = 0
 
@@ -66,28 +66,28 @@ class DrafterSettings:
     def for_device(cls, device: torch.device) -> DrafterSettings:
         if device.type == "cuda":
             return cls()
-        # On a CPU a draft by the model's first layers costs as much as by a head, so no head builds on them.
+        # On a CPU the model's first layers cost as much as a whole head, so no head builds on them.
         return cls(epochs=4.0, drafts=3, rows=8, longest=320, rate=8e-4, first_layers=(0,))
 
 
 @dataclass
 class LearnedDrafter:
-    """Heads, the best of them first, and what was measured."""
+    """Heads, the best one first, and their measurements."""
 
     head: DraftHead
     portable: DraftHead | None
     figures: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """A head that is itself in the form of other engines is kept once."""
+        """A head that other engines can load as it is is saved only once."""
         self.head.save(folder / HEAD_FILE)
-        (folder / PORTABLE_HEAD_FILE).unlink(missing_ok=True)  # of a run before
+        (folder / PORTABLE_HEAD_FILE).unlink(missing_ok=True)  # of an earlier run
         if self.portable is not None and self.portable is not self.head:
             self.portable.save(folder / PORTABLE_HEAD_FILE)
 
 
 class DrafterLesson:
-    """One model, its texts, and the heads that are fitted to them."""
+    """One model, its texts, and the heads trained on them."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class DrafterLesson:
         folder: Path | None = None,
         say: Say = lambda message: None,
     ) -> None:
-        """`texts`: each with its kind. `seconds`: for all of it. `folder`: for what an interrupted run leaves."""
-        output_matrix(stack)  # refused at once where there is none that heads can speak by
+        """`texts`: each with its kind. `seconds`: for everything. `folder`: where to keep the state for resuming."""
+        output_matrix(stack)  # refuse unsupported LM heads at once
         self.stack, self.say, self.folder = stack, say, folder
         self.settings = DrafterSettings.for_device(stack.model.device) if settings is None else settings
         self.ends = time.monotonic() + seconds
@@ -108,7 +108,7 @@ class DrafterLesson:
         shuffled = [text for text in texts if len(text[0][0]) + len(text[0][1]) > self.settings.drafts + 2]
         if len(shuffled) < LEAST_TEXTS:
             raise DepthDecayError(
-                f"{len(shuffled)} texts are too few to learn a drafter from; give at least {LEAST_TEXTS}"
+                f"{len(shuffled)} texts are too few to train a drafter on; give at least {LEAST_TEXTS}"
             )
         random = Random(self.settings.seed)
         random.shuffle(shuffled)
@@ -116,7 +116,7 @@ class DrafterLesson:
         parts = shuffled[:held], shuffled[held : 2 * held], shuffled[2 * held :]
         self.held_out, self.select, self.fit = (some_behind_others(part, random) for part in parts)
         layers, width = stack.num_layers, self.settings.width
-        # States that other engines take too: on a 1.5B model the last layer's instead drafted no better.
+        # The states that other engines use too: on a 1.5B model, the last layer's instead drafted no better.
         states = portable_states(layers) if layers >= _LEAST_LAYERS else outer_states(layers)
         self.shapes = [
             HeadShape.of(stack, first_layers=first, states=states, width=width)
@@ -155,9 +155,9 @@ class DrafterLesson:
         return LearnedDrafter(fitted.head, None if portable is None else portable.head, figures)
 
     def _chosen(self, heads: Sequence[_Fitted]) -> _Fitted:
-        """The head that promises most; among those that come near it, the fastest where there is time to measure.
+        """The head with the highest expected gain; among those close to it, the fastest if there is time to measure.
 
-        Elsewhere the one on the fewest layers: it drafts in batches and in other engines too.
+        Otherwise the one on the fewest layers, which can draft in batches and in other engines too.
         """
         best = max(fitted.gain for fitted in heads)
         near = [fitted for fitted in heads if fitted.gain > _NEAR * best]
@@ -170,7 +170,7 @@ class DrafterLesson:
         return near[0]
 
     def _fitted(self, shape: HeadShape, share: float, time_share: float) -> _Fitted:
-        """A head of this shape, fitted by this share of all steps, within a share of the time that is left."""
+        """A head of this shape, trained for this share of all steps, within a share of the time left."""
         settings = self.settings
         seconds = max(0.0, (self.ends - time.monotonic()) * time_share) if math.isfinite(self.seconds) else math.inf
         name = f"a head on {shape.first_layers} layers" if shape.first_layers else "a head"
@@ -180,18 +180,20 @@ class DrafterLesson:
         fitting = HeadFit(self.stack, head)
         fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
         closed_form = fitting.judge(select, settings.drafts)
-        few = min(_LEAST_STEPS, _MOST_EPOCHS * len(fit))  # of little text, more often: the best is kept all the same
+        few = min(
+            _LEAST_STEPS, _MOST_EPOCHS * len(fit)
+        )  # repeat a small text more often: the best result is kept anyway
         steps = max(8, int(share * max(settings.epochs * len(fit), few)))
         order = [number for epoch in range(-(-steps // len(fit))) for number in self._order(len(fit), epoch)]
 
         def told(progress: Progress) -> None:
             if progress.step % max(1, steps // 50) == 0 or progress.step == steps:
                 self.say(
-                    f"fitting {name}: step {progress.step} of {steps}, loss {progress.loss:.3f}, "
+                    f"training {name}: step {progress.step} of {steps}, loss {progress.loss:.3f}, "
                     f"about {progress.seconds_left:.0f} s left"
                 )
 
-        # Short descents, by which heads are compared, are made anew: keeping them would take longer.
+        # Short trainings, for comparing heads, are not checkpointed: repeating them is faster.
         name_of_file = f"head-{shape.first_layers}-{shape.states[-1]}-{steps}"
         file = None if self.folder is None or share < 1 else self.folder / name_of_file
         learned = descend(
@@ -204,14 +206,14 @@ class DrafterLesson:
         )
         head.requires_grad_(False)
         for parameter in head.parameters():
-            parameter.copy_(parameter.bfloat16())  # as it is kept
+            parameter.copy_(parameter.bfloat16())  # as it is saved
         judged = {name: fitting.judge(texts, settings.drafts) for name, texts in self.judged_states.items()}
         head.right = judged["all"].right[0]
         cost = self._cost(head)
         gain = self._gain(judged["all"], cost)
         self.say(
-            f"{name}: {judged['all'].right[0]:.1%} of first drafts right on text that it has not seen, "
-            f"{judged['all'].tokens_a_window:.2f} tokens a window, expected {gain:.2f}x"
+            f"{name}: first-draft accuracy {judged['all'].right[0]:.1%} on unseen text, "
+            f"{judged['all'].tokens_a_window:.2f} tokens per window, {gain:.2f}x expected"
         )
         return _Fitted(head, gain, _told(shape, fit, learned, closed_form, judged, cost, gain, len(self.vocabulary)))
 
@@ -219,14 +221,14 @@ class DrafterLesson:
         return Random(f"{self.settings.seed} {epoch}").sample(range(batches), batches)
 
     def _read_texts(self) -> None:
-        """The full model's states on all texts, for heads of all shapes."""
+        """The full model's hidden states on all texts, for heads of all shapes."""
         self.judged_states = {name: self._states(texts) for name, texts in self._held_out_kinds().items()}
         self.select_states = self._states([text for text, _ in self.select])
         self.fit_states = self._states([text for text, _ in self.fit], "reading texts")
         self.vocabulary = self._vocabulary(self.fit_states)
 
     def _held_out_kinds(self) -> dict[str, list[Text]]:
-        """All held-out texts, and each kind apart."""
+        """All held-out texts, and each kind separately."""
         kinds = sorted({kind for _, kind in self.held_out})
         groups = {"all": [text for text, _ in self.held_out]}
         if len(kinds) > 1:
@@ -249,7 +251,7 @@ class DrafterLesson:
         )
 
     def _vocabulary(self, fit: StatesOfTexts) -> torch.Tensor:
-        """The tokens that a head can say: as many as pay, by how often others are needed and what their rows cost."""
+        """The draft vocabulary: as many tokens as pay off, by how often others are needed and what their rows cost."""
         matrix = output_matrix(self.stack)
         size, row = matrix.weight.shape[0], matrix.weight.shape[1] * matrix.weight.element_size()
         whole = sum(self.stack.layer_bytes()) + self.stack.head_bytes()
@@ -267,7 +269,7 @@ class DrafterLesson:
         return frequent_tokens(counts, best, [token for token in always if 0 <= token < size])
 
     def _cost(self, head: DraftHead) -> float:
-        """Of a draft, in full-depth steps: by the bytes that it reads."""
+        """The cost of a draft in full-depth steps, by bytes read."""
         matrix = output_matrix(self.stack)
         size = matrix.weight.element_size()
         own = sum(parameter.numel() for parameter in head.parameters()) * size
@@ -276,7 +278,7 @@ class DrafterLesson:
         return (own + rows + first) / (sum(self.stack.layer_bytes()) + self.stack.head_bytes())
 
     def _gain(self, figures: HeadFigures, cost: float) -> float:
-        """The best expected speed-up, by windows whose later drafts are right less often."""
+        """The best expected speed-up over window lengths, given that later drafts are less accurate."""
         pace = Pace()
         best, tokens, sure = 1.0, 1.0, 1.0
         for drafts, right in enumerate(figures.right, 1):
@@ -287,10 +289,10 @@ class DrafterLesson:
 
 
 def measured_gain(model: Any, head: DraftHead, prompts: Sequence[list[int]], tokens: int = 96) -> float:
-    """How much faster answers come with this head's drafts than at full depth, on this machine."""
+    """The measured speed-up of this head's drafts over full depth, on this machine."""
     engine = Engine(model, draft_head=head)
     seconds = {"full": 0.0, "lossless": 0.0}
-    for counts in (False, True):  # first what is compiled and captured once
+    for counts in (False, True):  # the first run compiles and captures
         for prompt in prompts:
             for mode in seconds:
                 (result,) = engine.generate([prompt], tokens, mode=mode, lookup=0, eos_token_id=-1, **PLAIN_GREEDY)
@@ -299,9 +301,9 @@ def measured_gain(model: Any, head: DraftHead, prompts: Sequence[list[int]], tok
 
 
 def some_behind_others(texts: Sequence[tuple[Text, str]], random: Random) -> list[tuple[Text, str]]:
-    """Some texts behind others, as later turns of a conversation are: drafts must hold where much text stands before.
+    """Puts some texts after others, like later turns of a conversation: drafts must work after long contexts too.
 
-    What stands before is read and not judged; it is judged as a text of its own.
+    The preceding text is only context here; it is scored as a text of its own.
     """
     found: list[tuple[Text, str]] = []
     for (prompt, answer), kind in texts:

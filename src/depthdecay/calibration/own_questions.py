@@ -1,4 +1,4 @@
-"""Questions that the model writes itself: it continues the user's turn of its chat template, or short openings."""
+"""Questions that the model writes itself: it continues the user turn of its chat template, or short openings."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Say = Callable[[str], None]
 
 QUESTION_TOKENS = 96
 ENGLISH = 0.7  # of all questions; other languages share the rest
-BASE_TOKENS = 24  # sampled behind an opening, where there is no chat template: enough to part one text from another
-LEAST_QUESTIONS = 12  # as many as a calibration needs
+BASE_TOKENS = 24  # sampled after an opening if there is no chat template: enough for texts to diverge
+LEAST_QUESTIONS = 12  # the fewest that a calibration needs
 _FEWEST_LETTERS, _MOST_CHARACTERS = 8, 800
 _SENTENCE_ENDS = ".?!。？！؟"
 _MARK = "\U000f5a5a"  # a private-use character: no template trims it or changes its case
 
 
 class QuestionWriter:
-    """Batches of prompts, template and all, as token ids: new ones only, of many kinds, the same for the same seed."""
+    """Batches of distinct prompts of many kinds, with the chat template, as token ids; deterministic for a seed."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class QuestionWriter:
         folder: Path | None = None,
         say: Say = lambda message: None,
     ) -> None:
-        """`folder`: what is written is kept there, for an interrupted run and for whoever needs questions next."""
+        """`folder`: questions are kept there, for resuming and for other uses."""
         if tokenizer is None:
             raise DepthDecayError(
                 "this model has no tokenizer, so it cannot write questions itself; give prompts as token ids"
@@ -72,7 +72,7 @@ class QuestionWriter:
         self.work = None if folder is None else WorkFolder(folder, writing_inputs(batches.engine, tokenizer, seed))
 
     def batch(self, number: int, rows: int, until: float = math.inf) -> list[list[int]]:
-        """The batch with this number: as it was kept, or written now and cut short at the time `until`."""
+        """The batch with this number: as kept, or written now and cut short at the time `until`."""
         prompts = self.recall(number, rows)
         if prompts is None:
             before = self.batches.written
@@ -84,7 +84,7 @@ class QuestionWriter:
         return [prompt for prompt in prompts if self.longest is None or len(prompt) <= self.longest]
 
     def recall(self, number: int, rows: int) -> list[list[int]] | None:
-        """A batch that was kept, if it was; its questions are not asked again, and its pace counts as this run's."""
+        """A batch that was kept, or None; its questions are not repeated, and its speed counts as this run's."""
         kept = None if self.work is None else self.work.read(_name(number))
         if kept is None or kept["rows"] != rows:
             return None
@@ -98,7 +98,7 @@ class QuestionWriter:
         random = Random(f"{self.seed}/{number}")
         starts = [start for start in (self._start(random) for _ in range(rows)) if self._fits(start[1])]
         if not starts:
-            raise DepthDecayError("the model's context has no room for a question behind its chat template")
+            raise DepthDecayError("the model's context has no room for a question after its chat template")
         ends = self.ends | self._header(None)[2] if self.is_chat else self.ends
         seed = random.randrange(2**31)
         ids = [ids for _, ids in starts]
@@ -110,7 +110,7 @@ class QuestionWriter:
         return found
 
     def _start(self, random: Random) -> tuple[str, list[int]]:
-        """The first words, which may be none, and what the model is given: them behind the user's header."""
+        """The first words (possibly none), and the model's input: the user header followed by them."""
         topic = random.choice(TOPICS)
         language = "English" if random.random() < ENGLISH else random.choice(list(OPENINGS)[1:])
         opening = random.choice(OPENINGS[language])
@@ -122,7 +122,7 @@ class QuestionWriter:
         if self.has_system:
             system = random.choice(ASKED_ABOUT).format(topic=topic)
             system += "" if language == "English" else WRITES_IN.format(language=language)
-            # A system prompt alone leaves the model free in how it begins; small ones then write English all the same.
+            # Without an opening the model is freer, but small models then write English despite the system prompt.
             opening = opening if random.random() < (0.4 if language == "English" else 0.75) else ""
         ids = self.tokenizer.encode(self._header(system)[0] + opening, add_special_tokens=False)
         return opening, [int(token) for token in ids]
@@ -134,13 +134,13 @@ class QuestionWriter:
     def _prompt(
         self, opening: str, start: list[int], text: list[int], ends: frozenset[int], random: Random
     ) -> list[int] | None:
-        """A prompt to answer, or None where what was written is no good."""
+        """A prompt to answer, or None if the text is unusable."""
         under = random.choice(ANSWERED_UNDER) if random.random() < 0.25 else None
         end = next((place for place, token in enumerate(text) if token in ends), None)
         text = text[:end]
         if repeats_itself(text):
             return None
-        words = self._continuation(start, text).rstrip("\ufffd")  # half a character
+        words = self._continuation(start, text).rstrip("\ufffd")  # an incomplete character
         if self.is_chat:
             words = _question_in(words, self._header(None)[1], has_ended=end is not None)
         if not _is_sensible(words) or not self.asked.is_new(letters(opening + words)):
@@ -151,7 +151,7 @@ class QuestionWriter:
         return chat_ids(self.tokenizer, [*turns, {"role": "user", "content": (opening + words).strip()}])
 
     def _continuation(self, start: list[int], text: list[int]) -> str:
-        """Read together with what stands before it: some tokenizers drop the space that a text begins with."""
+        """Decoded together with the preceding text: some tokenizers drop a leading space."""
         as_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         before, whole = (str(self.tokenizer.decode(ids, **as_is)) for ids in (start, start + text))
         return whole[len(before) :] if whole.startswith(before) else ""
@@ -172,10 +172,10 @@ def own_prompts(
     say: Say,
     until: float = math.inf,
 ) -> list[list[int]]:
-    """So many prompts that the model wrote itself; fewer where most are no good, or at the time `until`.
+    """`count` prompts that the model wrote itself; fewer if most are unusable, or at the time `until`.
 
-    A calibration's fewest are written whatever the time is. Which ones it was is kept: with others, nothing that an
-    interrupted run has measured would hold.
+    The minimum for a calibration is written whatever the time. The choice is kept: with other prompts, what an
+    interrupted run has measured would be invalid.
     """
     work = WorkFolder(folder, {**writing_inputs(engine, tokenizer, seed), "longest": longest, "count": count})
     kept: list[list[int]] | None = work.read("own-prompts")
@@ -185,7 +185,7 @@ def own_prompts(
     prompts: list[list[int]] = []
     number = 0
     rows = writer.batches.rows(256 + writer.new_tokens)
-    most = 4 * -(-count // rows) + 4  # batches: a model whose questions mostly repeat each other is not waited for
+    most = 4 * -(-count // rows) + 4  # batches: give up on a model whose questions mostly repeat
     while len(prompts) < count and number < most:
         is_enough = len(prompts) >= LEAST_QUESTIONS
         if is_enough and time.monotonic() >= until:
@@ -203,7 +203,7 @@ def own_prompts(
 
 
 def writing_inputs(engine: Engine, tokenizer: Any, seed: int) -> dict[str, Any]:
-    """What decides what a model writes; of other texts nothing is taken over."""
+    """Everything that determines what a model writes; kept texts with other inputs are not reused."""
     model = engine.stack.model
     return {
         "model": identity(model).to_dict(),
@@ -214,7 +214,7 @@ def writing_inputs(engine: Engine, tokenizer: Any, seed: int) -> dict[str, Any]:
 
 
 def end_tokens(engine: Engine, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text, by the model's settings or the tokenizer's."""
+    """Tokens that end a text, from the model's generation config or the tokenizer."""
     own = engine.stack.model.generation_config.eos_token_id
     named = [*(own if isinstance(own, list | tuple) else [own]), getattr(tokenizer, "eos_token_id", None)]
     size = engine.stack.model.get_input_embeddings().weight.shape[0]
@@ -230,14 +230,14 @@ def _takes_system_prompts(tokenizer: Any) -> bool:
 
 
 def _user_header(tokenizer: Any, system: str | None) -> tuple[str, str, frozenset[int]]:
-    """What the template puts before a user's words, the mark behind them, and the token that this is, where it is one.
+    """What the template puts before a user message, the text after it, and its token, if it is a single one.
 
-    Seen on a message that is a mark of our own, so it holds for any template.
+    Found by rendering a message with a unique marker, so it works for any template.
     """
     turns = [] if system is None else [{"role": "system", "content": system}]
     text = chat_text(tokenizer, [*turns, {"role": "user", "content": _MARK}])
     if text.count(_MARK) != 1:
-        raise DepthDecayError("the model's chat template does not write the user's message once; give prompts")
+        raise DepthDecayError("the model's chat template does not render the user message exactly once; give prompts")
     header, behind = text.split(_MARK)
     own = control_tokens(tokenizer)
     control = own.spelled.match(behind.strip())
@@ -248,7 +248,7 @@ def _user_header(tokenizer: Any, system: str | None) -> tuple[str, str, frozense
 
 
 def _question_in(text: str, end_mark: str, *, has_ended: bool) -> str:
-    """Up to the template's mark; of a text that was cut off up to its first paragraph's or last sentence's end."""
+    """The text up to the template's end mark; if it was cut off, up to the first paragraph's or last sentence's end."""
     before, mark, _ = text.partition(end_mark) if end_mark else (text, "", "")
     if mark or has_ended:
         return before.rstrip()

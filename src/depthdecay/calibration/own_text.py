@@ -1,7 +1,7 @@
-"""Text of the model's own: it writes questions and answers them, in large batches, until there is enough.
+"""Self-generated text: the model writes questions and answers them, in large batches, until there is enough.
 
-What a model says is what drafters and repairs are fitted on, and most users have no million tokens of prompts. Every
-batch lies in the work folder once it is written, so that an interrupted run goes on behind it.
+Drafters and repairs are trained on the model's output, and few users have a million tokens of prompts. Every batch is
+kept in the work folder, so that an interrupted run resumes after it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
 
 ANSWER_TOKENS = 256
-LEAST_TOKENS = 20_000  # below, nothing that is fitted on the text would hold elsewhere
+LEAST_TOKENS = 20_000  # with fewer, nothing trained on the text would generalise
 _LEAST_ANSWER = 8
-_QUESTION_TOKENS_ROOM = 256  # positions of a prompt of our own, for the size of a batch
+_QUESTION_TOKENS_ROOM = 256  # assumed length of a self-generated prompt, for the batch size
 _ANSWERS_TO_A_PROMPT = 4  # of the user's: one greedy, the others sampled
-_TRIES = 4  # batches of questions for one of answers
-_FRUITLESS = 6  # batches in a row that add nothing, after which more would not either
+_TRIES = 4  # batches of questions for one batch of answers
+_FRUITLESS = 6  # batches in a row that add nothing, before giving up
 _TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """A prompt, with the chat template applied, and what the full model wrote behind it; as token ids."""
+    """A prompt, with the chat template applied, and the full model's answer, as token ids."""
 
     prompt: list[int]
     answer: list[int]
-    kind: str  # "own": greedy, to a question of its own; "own sampled"; "given": to a prompt of the user's
+    kind: str  # "own": greedy, to a self-generated question; "own sampled"; "given": to a prompt of the user's
 
 
 def write_own_text(
@@ -54,14 +54,14 @@ def write_own_text(
     until: float = math.inf,
     latest: float | None = None,
 ) -> list[OwnText]:
-    """Texts with so many tokens of answers in all, or what there is at the time `until` (of `time.monotonic`).
+    """Texts with `tokens` answer tokens in total, or what there is at the time `until` (of `time.monotonic`).
 
-        engine = dd.Engine(loaded.model)  # without its tokenizer: nobody reads the text while it is written
+        engine = dd.Engine(loaded.model)  # without a tokenizer, since the text need not be decoded
         texts = write_own_text(engine, loaded.tokenizer, 2_000_000, folder=Path("plan"), until=time.monotonic() + 180)
 
-    `prompts` are the user's, as token ids: `share_given` of the batches answer them, each a few times at most. Below
-    `LEAST_TOKENS`, where so many were asked for, there is too little text, which is an error. Until so many are there
-    the model goes on to the time `latest`, unless its pace says that this is not enough: then the error comes at once.
+    `prompts` are the user's, as token ids: `share_given` of the batches answer them, each a few times at most. Fewer
+    than `LEAST_TOKENS`, if as many were requested, is an error. To reach them the model continues until the time
+    `latest`, unless it is too slow for that: then the error is raised at once.
     """
     if not 0 <= share_given <= 1:
         raise ArgumentError(f"share_given is {share_given}; expected a number from 0 to 1", "share_given")
@@ -72,7 +72,7 @@ def write_own_text(
     texts = writing.kept()
     total = sum(len(text.answer) for text in texts)
     if texts:
-        say(f"going on behind {total:,} tokens of an interrupted run")
+        say(f"resuming after {total:,} tokens of an interrupted run")
     pace = _Pace(writing, min(tokens, LEAST_TOKENS), total, until if latest is None else max(until, latest))
     fruitless = 0
     while total < tokens and fruitless < _FRUITLESS and time.monotonic() < (end := pace.end(until)):
@@ -81,26 +81,25 @@ def write_own_text(
         total += sum(len(text.answer) for text in more)
         fruitless = 0 if more else fruitless + 1
         pace.check_answers(total)
-        say(f"the model writes text of its own: {total:,} of {tokens:,} tokens, {pace.tokens_a_second:,.0f} a second")
+        say(f"the model writes training text: {total:,} of {tokens:,} tokens, {pace.tokens_a_second:,.0f} tokens/s")
     if total < pace.least and fruitless == _FRUITLESS:
         raise DepthDecayError(
-            f"the model wrote {total:,} tokens of usable text and then only repeated itself, and at least "
+            f"the model wrote {total:,} tokens of usable text and then only repeated itself; at least "
             f"{pace.least:,} are needed; give prompts"
         )
     if total < pace.least:
         raise TooLittleTime(
-            f"the model wrote {total:,} tokens of usable text in the time that there was, and at least "
-            f"{pace.least:,} are needed"
+            f"the model wrote {total:,} tokens of usable text in the time given; at least {pace.least:,} are needed"
         )
     return texts
 
 
 class TooLittleTime(DepthDecayError):
-    """The model does not write enough in the time that there is."""
+    """The model does not write enough text in the time given."""
 
 
 class _Pace:
-    """Whether the least text will be there in time, by how fast the model writes."""
+    """Whether the minimum of text will be written in time, at the model's speed."""
 
     def __init__(self, writing: _Writing, least: int, before: int, latest: float) -> None:
         self.writing, self.least, self.latest = writing, least, latest
@@ -108,16 +107,16 @@ class _Pace:
         self.started = time.monotonic()
 
     def end(self, until: float) -> float:
-        """When the writing ends; what is less than the least has more time."""
+        """When writing ends; later while there is less than the minimum."""
         return until if self.total >= self.least else self.latest
 
     @property
     def tokens_a_second(self) -> float:
-        """Of usable answers, the time for questions counted."""
+        """Usable answer tokens per second, including the time for questions."""
         return (self.total - self.before) / max(time.monotonic() - self.started, 1e-9)
 
     def check_questions(self) -> None:
-        """Before there are answers, by the pace of questions: who waits for nothing should know it early."""
+        """Before there are answers, check the speed of questions, to fail early if time will not be enough."""
         if self.total == self.before:
             self._check(self.writing.answer_tokens_a_second())
 
@@ -127,15 +126,15 @@ class _Pace:
             self._check(self.tokens_a_second)
 
     def _check(self, rate: float) -> None:
-        # What graphs and compilation take at first says nothing of what follows.
+        # With graphs and compilation, the initial speed says nothing about what follows.
         if self.total >= self.least or self.latest == math.inf or self.writing.batches.engine.uses_graphs:
             return
         needed = (self.least - self.total) / max(rate, 1e-9)
         left = max(0.0, self.latest - time.monotonic())
         if needed > left:
             raise TooLittleTime(
-                f"at {rate:,.0f} tokens a second the model needs {_duration(needed)} more to write {self.least:,} "
-                f"tokens of its own, the least to learn from, and has {_duration(left)}"
+                f"at {rate:,.0f} tokens/s the model needs {_duration(needed)} more to write {self.least:,} tokens, "
+                f"the minimum to train on, but has {_duration(left)}"
             )
 
 
@@ -145,12 +144,12 @@ def _duration(seconds: float) -> str:
 
 @dataclass
 class _Progress:
-    """What a batch leaves behind besides its texts, so that the next one goes on the same in another process."""
+    """The state after a batch besides its texts, so that another process continues in the same way."""
 
     number: int = 0  # of batches of answers
     question_batches: int = 0
     given_batches: int = 0
-    waiting: list[list[int]] = field(default_factory=list)  # questions that nobody has answered yet
+    waiting: list[list[int]] = field(default_factory=list)  # questions not answered yet
 
 
 class _Writing:
@@ -189,7 +188,7 @@ class _Writing:
         self.work = None if folder is None else WorkFolder(folder, inputs)
 
     def kept(self) -> list[OwnText]:
-        """The texts of an interrupted run; further ones go on behind them."""
+        """The texts of an interrupted run; new ones follow them."""
         texts: list[OwnText] = []
         while self.work is not None:
             shard = self.work.read(_shard(self.progress.number))
@@ -203,14 +202,14 @@ class _Writing:
         return texts
 
     def answer_tokens_a_second(self) -> float:
-        """As if every answer were whole and worth keeping, from the pace of all that was written so far."""
+        """An upper estimate from everything written so far, as if every answer were complete and usable."""
         share = self.answer_tokens / (self.answer_tokens + self.questions.new_tokens)
         return share * self.batches.written.tokens_a_second
 
     def next_batch(self, until: float, asked: Callable[[], None]) -> list[OwnText]:
-        """Answers to one batch of prompts, greedy and sampled in turns; those that are worth keeping.
+        """The usable answers to one batch of prompts, greedy and sampled in turn.
 
-        Cut short at the time `until`. `asked` is called behind each batch of questions.
+        Cut short at the time `until`. `asked` is called after each batch of questions.
         """
         progress = self.progress
         number = progress.number
@@ -237,7 +236,7 @@ class _Writing:
         return texts
 
     def _prompts(self, until: float, asked: Callable[[], None]) -> tuple[list[list[int]], int, bool, str]:
-        """What the next batch answers, its size, whether it samples, and the kind that its texts are of."""
+        """The next batch's prompts, its size, whether it samples, and the kind of its texts."""
         progress = self.progress
         turn = math.floor((progress.number + 1) * self.share_given) > math.floor(progress.number * self.share_given)
         if turn and progress.given_batches < len(self.given):
@@ -255,9 +254,9 @@ class _Writing:
         return prompts, self.rows, sampled, "own sampled" if sampled else "own"
 
     def _batches_of(self, given: list[list[int]]) -> list[tuple[list[list[int]], int, bool]]:
-        """The user's prompts, in batches with their sizes: once to be answered greedily, then sampled.
+        """The user's prompts, in batches with their sizes: first for greedy answers, then for sampled ones.
 
-        By length, so that few are padded. A batch is as large as its longest prompt, the last, allows.
+        Sorted by length, for little padding. A batch is as large as its longest prompt, the last, allows.
         """
         found = []
         for sampled, times in ((False, 1), (True, _ANSWERS_TO_A_PROMPT - 1)):
@@ -286,5 +285,5 @@ def _shard(number: int) -> str:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed for one batch: the same prompt may be in several."""
+    """A seed per batch, since the same prompt may be in several."""
     return (seed * 1_000_003 + number) % 2**31

@@ -1,8 +1,8 @@
-"""The full model's states on given texts, and each layer callable alone on other states: what calibration works with.
+"""The full model's hidden states on given texts, with each layer callable on its own: the basis of calibration.
 
 Texts are recorded in batches. The prompt's keys and values are computed once, at full depth, as in decoding; then all
-generated tokens go through in one teacher-forced pass, during which every layer's other arguments (mask, rotary
-embedding, cache) are kept. So a layer can be run again, by itself, on the states that a shallower model would give it.
+generated tokens run in one teacher-forced pass, in which every layer's other arguments (mask, rotary embedding, cache)
+are kept. So a layer can be run again, on its own, on the hidden states that a shallower model would give it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 
 @dataclass
 class RecordedBatch:
-    """Some texts after their prompts' pass. Column j reads token T_j and predicts T_(j+1)."""
+    """Some texts after their prefill. Column j has input T_j and predicts T_(j+1)."""
 
     inputs: torch.Tensor  # (rows, columns)
-    targets: torch.Tensor  # (rows, columns): what the full model said next
+    targets: torch.Tensor  # (rows, columns): the full model's next token
     valid: torch.Tensor  # (rows, columns): within the text, before padding
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # each layer's arguments besides the state
-    states: list[torch.Tensor]  # the full model's: before layer 0, …, behind the last (rows, columns, hidden)
+    states: list[torch.Tensor]  # the full model's: before layer 0, …, after the last (rows, columns, hidden)
 
 
 class Recording:
@@ -47,9 +47,9 @@ class Recording:
         rows: int = 32,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recording:
-        texts = [text for text in texts if len(text.tokens) > 1]  # a text of one token has no decoding step
+        texts = [text for text in texts if len(text.tokens) > 1]  # a text of one token has no decode step
         if not texts:
-            raise DepthDecayError("the model ends every text at once; there is nothing to calibrate on")
+            raise DepthDecayError("the model ends every answer at its first token; there is nothing to calibrate on")
         columns = max(len(text.tokens) for text in texts) - 1
         ordered = sorted(texts, key=lambda text: (len(text.prompt), text.prompt))  # little padding
         batches = []
@@ -75,7 +75,7 @@ class Recording:
 
     @torch.no_grad()
     def logits(self, batch: RecordedBatch, state: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """What the model's own head says about final states, a few rows at a time: vocabularies are large."""
+        """Logits of final hidden states, a few rows at a time, since vocabularies are large."""
         vocabulary = self.stack.model.get_input_embeddings().weight.shape[0]
         room = _LOGIT_BYTES if state.device.type == "cuda" else _LOGIT_BYTES // 8
         rows = max(1, room // (4 * vocabulary * state.shape[1]))
@@ -89,7 +89,7 @@ class Recording:
 
             with self.stack.exclusive(), self.stack.routed(LayerPass(run_layer=instead)):
                 logits = self.stack.model(input_ids=batch.inputs[part], use_cache=False).logits
-            yield part, logits  # outside: two such passes may be read in turns
+            yield part, logits  # outside the context: callers may interleave two such iterations
 
 
 _LOGIT_BYTES = 2**31
@@ -99,7 +99,7 @@ _LOGIT_BYTES = 2**31
 def record(
     stack: LayerStack, texts: Sequence[Continuation], columns: int, cache_layer: type[LayerCache] = LayerCache
 ) -> RecordedBatch:
-    """Read some texts, padded to so many columns."""
+    """Record some texts, padded to `columns`."""
     device = primary_device(stack.model)
     prompt = Prompt.pad([list(text.prompt) for text in texts], 0, device)
     tokens = torch.zeros((len(texts), columns + 1), dtype=torch.long)
@@ -121,9 +121,9 @@ def record(
         return output
 
     with stack.exclusive():
-        # Of the logits, here and below, one column: those of a long prompt would fill the memory.
+        # Logits of one column only, here and below: those of a long prompt would fill the memory.
         stack.run(LayerPass(), prompt.ids, prompt.mask, cache, prompt.position_ids)
-        # Not advanced again: layers that are run anew write their keys and values over those of the last time.
+        # Not advanced again: layers that run again overwrite their earlier keys and values.
         cache.clock.filled = prompt.length
         mask = None
         if prompt.mask is not None:
@@ -132,6 +132,6 @@ def record(
         stack.run(LayerPass(run_layer=watch), tokens[:, :-1], mask, cache, later)
     if not all(torch.isfinite(states[-1][row]).all() for row in range(len(texts))):
         raise ArgumentError(
-            "the model's states are not finite numbers (NaN or infinity); try dtype fp32 or bf16", "dtype"
+            "the model's hidden states are not finite (NaN or infinity); try dtype fp32 or bf16", "dtype"
         )
     return RecordedBatch(tokens[:, :-1], tokens[:, 1:], valid, calls, states)
