@@ -1,4 +1,4 @@
-"""`dd.calibrate` from Python: the very folder that the command makes, and values refused before a model is loaded."""
+"""`dd.calibrate` from Python: the same folder as from the command, and bad values refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(tiny: str, prompts: Path, out: Path) -> list[str]:
 
 
 def untimed(file: Path) -> str:
-    """A file's content but for how long it took to make."""
+    """A file's content without timings."""
     return re.sub(r'"seconds": [\d.]+', '"seconds": 0', file.read_text())
 
 
@@ -61,7 +61,7 @@ def test_python_makes_the_folder_that_the_command_makes(tiny: str, prompts: Path
         if name.endswith("plan.json"):
             assert untimed(typed / name) == untimed(called / name)
         elif name.endswith(".safetensors"):
-            theirs, ours = load_file(typed / name), load_file(called / name)  # by name: their order is not kept
+            theirs, ours = load_file(typed / name), load_file(called / name)  # by name: the order is not stable
             assert theirs.keys() == ours.keys()
             assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     assert plan == dd.Plan.load(called)

@@ -1,4 +1,4 @@
-"""Calibration: plans that keep their budget or are refused, plans to draft with, and runs that go on."""
+"""Calibration: plans that keep their budget or are refused, plans to draft with, and resumed runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
     assert len(plan.notes["block_influence"]) == LAYERS
     result = dd.Engine(model, plan=plan).generate([[5, 6, 7]], 16, eos_token_id=None)[0]
     assert result.depths == list(plan.depths(16))
-    # What was measured is what the saved plan does, on the texts that were held out.
+    # The saved plan gives the measured figures on the held-out texts.
     again = Simulator(run.held_out).measure(plan, Repairs.load(tmp_path / "repairs.safetensors"))
     assert again.kl == pytest.approx(made.figures["repaired"]["kl"], rel=1e-3)
     held = {tuple(row) for batch in run.held_out.batches for row in batch.inputs.tolist()}
@@ -134,7 +134,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     fresh = Calibration(model, None, token_prompts(), tmp_path / "fresh", SMALL)
     assert fresh.found.order == run.found.order
-    # Other settings do not take what was left.
+    # Other settings do not reuse what was kept.
     other = Calibration(model, None, token_prompts(), tmp_path, replace(SMALL, seed=1))
     assert other.found.order
 

@@ -1,4 +1,4 @@
-"""Texts that a gradient passes through give what recorded ones give."""
+"""Differentiable texts give the same results as recorded ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = 19
 
 
 def both_ways(architecture: str) -> tuple[LayerStack, Recording, DifferentiableTexts]:
-    """The same texts recorded, and read for learning: of one length, so that they come in one order."""
+    """The same texts, recorded and differentiable; all of one length, so that both have the same order."""
     stack = LayerStack.of(tiny_model(architecture))
     texts = random_texts(6, COLUMNS + 1)
     return stack, Recording.of(stack, texts), DifferentiableTexts(stack, texts, first=1, rows=6)

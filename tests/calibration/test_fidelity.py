@@ -1,4 +1,4 @@
-"""What is simulated is what decoding does, and losses are counted by position."""
+"""The simulation matches decoding, and losses are counted by position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from depthdecay.runners.kv_blocks import KVBlocks
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_simulation_equals_decoding(architecture: str) -> None:
-    """Teacher-forced with the decayed model's own text, the simulation must pick that very text."""
+    """Teacher-forced on text that the decayed model wrote, the simulation must predict exactly that text."""
     model, plan = tiny_model(architecture), decaying_plan()
     stack = LayerStack.of(model)
     repairs = random_repairs(plan, stack.hidden_size, neurons=3)
@@ -72,7 +72,7 @@ def test_drafts_are_simulated_as_lossless_mode_makes_them(architecture: str) -> 
     recording = Recording.of(stack, texts)
     Simulator(recording).measure(
         dd.Plan.constant(LAYERS, LAYERS - 2, drop_order=ORDER)
-    )  # writes shallow keys over the full model's
+    )  # overwrites the full model's keys with shallow ones
     drafts, plan = Drafts(recording), dd.Plan.constant(LAYERS, LAYERS - 4, drop_order=ORDER)
     (batch,) = recording.batches
     (_, simulated), *_ = list(drafts.logits(batch, Simulator(drafts).final_state(batch, plan)))

@@ -1,4 +1,4 @@
-"""Maps repair what dropped layers did."""
+"""Maps repair dropped layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from depthdecay.model.repairs import Repairs
 
 
 def test_a_linear_layer_is_repaired_exactly() -> None:
-    """What a map can say, it says: outputs that are linear in the normalised state leave nothing over."""
+    """Outputs that are linear in the normalised state are recovered completely."""
     generator = torch.Generator().manual_seed(0)
     state = torch.randn((400, 12), generator=generator)
     state[:, 3] *= 7
@@ -32,7 +32,7 @@ def test_a_linear_layer_is_repaired_exactly() -> None:
     small = moments.solve(0, 1, FitSettings(rank=1, ridge=1e-9)).to(torch.device("cpu"), torch.float32)
     left = float((small(state) - target).norm())
     assert left > 0.1
-    # The best of its rank: no other map of rank 1 that a wrong choice of directions would give comes near.
+    # The best of its rank: rank-1 maps with other directions are far worse.
     whole = (target - state - 0.5).T.cov()
     values = torch.linalg.eigvalsh(whole).flip(0)
     assert left**2 / 400 == pytest.approx(float(values[1:].sum()), rel=0.2)
@@ -61,14 +61,14 @@ def test_maps_lower_the_kl_of_dropped_layers(architecture: str) -> None:
 
 
 def test_a_trace_that_goes_on_equals_one_from_the_start() -> None:
-    """What is shared between rungs must be what fitting anew would give."""
+    """What is shared between rungs must equal a fit from scratch."""
     stack = LayerStack.of(tiny_model("llama"))
     recording = Recording.of(stack, random_texts(24, 12))
     settings = FitSettings(8, 2, 0.01)
     steps = Trace(recording)
     for layer in ORDER:
         steps = steps.without([layer], settings)
-    # A map before the last change was fitted on states that later rungs did not touch.
+    # Maps before the last change were fitted on states that later rungs do not affect.
     whole = Trace(recording).without(ORDER, settings)
     assert [(r.start, r.end) for r in steps.repairs] == [(r.start, r.end) for r in whole.repairs]
     for ours, theirs in zip(steps.states, whole.states, strict=True):

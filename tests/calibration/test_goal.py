@@ -1,4 +1,4 @@
-"""A goal is one and sensible, and its bound holds as often as it says."""
+"""There is one valid goal, and its bound holds as often as it claims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_the_bound_covers_the_mean_over_tokens() -> None:
     bound = upper_bound(losses.tolist(), [10] * 64)
     error = losses.std() / 8
     assert losses.mean() + error < bound < losses.mean() + 3 * error
-    # Long texts that are worse weigh by their tokens: a mean over prompts would lie below what was measured.
+    # Texts weigh by their tokens: with worse long texts, a mean over prompts would be below the measurement.
     tokens = [100 if loss > 0.04 else 5 for loss in losses]
     mean = float((losses * tokens).sum() / sum(tokens))
     assert losses.mean() < 0.7 * mean

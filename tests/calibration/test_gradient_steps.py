@@ -42,7 +42,7 @@ def test_the_best_is_kept_and_not_the_last() -> None:
     values = nn.Parameter(torch.zeros(1))
     seen: list[float] = []
 
-    def judge() -> float:  # steps lead away from what is judged, after a while
+    def judge() -> float:  # after a while, training makes this worse
         seen.append(float((values - 0.5).abs()))
         return seen[-1]
 

@@ -19,7 +19,7 @@ from depthdecay.speculative.draft_head import HEAD_FILE
 
 @pytest.fixture
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lesson of seconds."""
+    """Settings for a training of seconds."""
     small = DrafterSettings(epochs=2, drafts=2, rows=8, longest=48, first_layers=(0,), most_text=1200)
     monkeypatch.setattr(DrafterSettings, "for_device", classmethod(lambda cls, device: small))
     monkeypatch.setitem(write_own_text.__kwdefaults__, "answer_tokens", 24)
@@ -38,7 +38,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     figures = figures_of(plan)["drafter"]
     assert figures["tokens_written"] > 0
     assert figures["head"]["learned"]["curve"][0]["training_loss"] is None
-    assert "Drafts that are right" in (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
+    assert "Draft accuracy" in (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
     assert any("writes training text" in line for line in lines)
     assert any("fitting" in line for line in lines)
     engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
@@ -48,7 +48,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
 
 
 class Interrupted(Exception):
-    """What Ctrl-C does, at a line of progress."""
+    """Simulates Ctrl-C at a progress message."""
 
 
 def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
@@ -64,7 +64,7 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
         return dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, minutes=10, progress=progress, **effort)
 
     def interrupt(line: str) -> None:
-        if line.startswith("looking for layers"):
+        if line.startswith("searching for layers"):
             raise Interrupted
 
     instead = r"at 1 tokens/s the model needs 20 minutes .*; the drafter uses the model's own layers instead"

@@ -1,4 +1,4 @@
-"""Maps that learn get better, leave the model alone, and keep the best whatever ends them."""
+"""Training improves maps, leaves the model unchanged, and keeps the best maps however it ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_part_of_the_text_is_the_plans_own() -> None:
     assert sorted(text.prompt for text in texts) == sorted(learning.prompts)
     assert [len(text.tokens) for text in texts] == [24] * 4
     assert {text.tokens for text in texts} != {text.tokens for text in full}
-    assert {text.tokens[:1] for text in texts} == {text.tokens[:1] for text in written}  # the prompt is read in full
+    assert {text.tokens[:1] for text in texts} == {text.tokens[:1] for text in written}  # the prompt runs at full depth
 
 
 def test_its_own_text_has_its_share_of_the_steps_however_few_texts_it_is() -> None:
@@ -116,7 +116,7 @@ def test_its_own_text_has_its_share_of_the_steps_however_few_texts_it_is() -> No
     assert len(learning.own) == 2
     assert [texts is learning.own for texts, _ in drawn] == [step % 4 == 3 for step in range(40)]
     given = [number for texts, number in drawn if texts is learning.given]
-    assert all(sorted(given[start : start + 5]) == list(range(5)) for start in range(0, 30, 5))  # each once a pass
+    assert all(sorted(given[start : start + 5]) == list(range(5)) for start in range(0, 30, 5))  # each once per pass
 
 
 def test_text_is_renewed_by_time_where_that_ends_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_an_interrupt_ends_the_learning_with_the_best_maps(monkeypatch: pytest.M
     monkeypatch.setattr(learning, "loss", interrupted)
     repairs = learning.learn()
     assert learning.ended == "the user interrupted step 31 of 48"
-    assert len(learning.curve) == 6  # judged before the first step, and behind every sixth
+    assert len(learning.curve) == 6  # judged before the first step, and after every sixth
     assert learning.select.measure(learning.plan, repairs).kl == best_of(learning) < learning.curve[0][1]
 
 

@@ -1,4 +1,4 @@
-"""A model writes questions and answers of its own: varied, the same for a seed, and kept for an interrupted run."""
+"""Self-generated questions and answers: varied, deterministic for a seed, and kept for resuming."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_users_prompts_have_their_share(chat: LoadedModel) -> None:
 
 
 class Interrupted(Exception):
-    """What Ctrl-C does, between two batches."""
+    """Simulates Ctrl-C between two batches."""
 
 
 def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, say=said.append) == whole
     assert said[0].startswith("resuming after")
-    # What another seed or model has written is left alone.
+    # Text with another seed or model is not reused.
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, seed=5, say=said.append) != whole
     assert not said[0].startswith("going on")
@@ -199,7 +199,7 @@ def test_a_model_that_is_too_slow_is_known_by_its_first_questions(
         written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)
     assert [file.name for file in (tmp_path / WORK_FOLDER).iterdir()] == ["own-questions-00000.json"]
 
-    # Another run knows as much without writing them again, and they serve whoever needs questions next.
+    # Another run knows this without writing the questions again, and they can be used for other purposes.
     monkeypatch.setattr(TextBatches, "write", None)
     with pytest.raises(TooLittleTime, match="tokens/s"):
         written(chat, 10**9, until=time.monotonic() + 100, folder=tmp_path)

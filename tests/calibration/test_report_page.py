@@ -1,4 +1,4 @@
-"""The report says what was asked and found, needs nothing from outside, and comes out with little data too."""
+"""The report gives goal and results, is self-contained, and works with little data too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WHOLE: dict[str, Any] = {
 
 
 class Outline(HTMLParser):
-    """Open tags that are never closed, and the text that a reader sees."""
+    """Finds unclosed tags, and collects the visible text."""
 
     EMPTY = frozenset(["meta", "path", "use", "image", "br"])
 

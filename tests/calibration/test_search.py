@@ -1,4 +1,4 @@
-"""The search drops what matters least first, resumes, and ends in time."""
+"""The search drops the least important layers first, resumes, and ends in time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_when_its_time_is_over_a_search_measures_nothing_more(monkeypatch: pytes
     kl = Search.kl
     monkeypatch.setattr(Search, "kl", lambda search, trace: measured.append(kl(search, trace)) or measured[-1])
     over = search_on(recording, latest=0.0, save=saved.append).run(influence)
-    assert len(saved) == len(measured) == 1  # one layer of the first rung, which gives the others their promise
+    assert len(saved) == len(measured) == 1  # one layer at the first rung, which scales the others' promise
     assert over.order[0] == saved[0][0].order[0]
     assert len(set(over.order)) == len(over.kls) == LAYERS - 4
     rest = [over.promise[layer] for layer in over.order[1:]]

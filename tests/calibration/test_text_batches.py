@@ -1,4 +1,4 @@
-"""Batches of texts: greedy ones are the model's own, drawn ones follow its probabilities, and none waits long."""
+"""Batches of texts: greedy ones match the model, sampled ones follow its probabilities, and none waits long."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_batch_stops_when_most_rows_have_ended(batches: TextBatches) -> None:
 
 def test_at_its_time_a_batch_stops_with_what_it_has(batches: TextBatches, monkeypatch: pytest.MonkeyPatch) -> None:
     free = batches.write(PROMPTS, 20, ends=(), rows=4)
-    now = itertools.count(100.0)  # a second goes by whenever somebody looks
+    now = itertools.count(100.0)  # every look at the clock takes a second
     monkeypatch.setattr(text_batches, "time", SimpleNamespace(monotonic=lambda: next(now)))
     before = batches.written
     texts = batches.write(PROMPTS, 20, ends=(), rows=4, until=106.0)

@@ -1,4 +1,4 @@
-"""Texts that repeat themselves or each other are found; others are left alone."""
+"""Repetition loops and near-duplicates are found; other texts pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drawn(count: int, seed: int = 0) -> list[int]:
         (drawn(60) + drawn(7, 1) * 20, True),
         ([5, 6] * 50, True),
         (drawn(100) + [9] * 30 + drawn(100, 2), True),
-        ([7] * 10, False),  # short: nothing is known of it
+        ([7] * 10, False),  # too short to tell
         ([], False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prompts are dealt out without overlap, answered, mixed with other kinds, and fewer where memory is small."""
+"""Prompts are split without overlap, answered, mixed with other kinds, and reduced if memory is small."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
     run = Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert run.fit.prompts + run.select.prompts == 16
     assert any("states of 16 prompts" in message for message in said)
-    # A run that is given again goes on with as many, whatever is free by then.
+    # A resumed run uses as many, whatever memory is free by then.
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
     assert any("going on" in message for message in said)
-    # Also where all had fitted at first.
+    # Also if all had fit at first.
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * 1000)
     whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 16.5) / 0.7)
@@ -82,7 +82,7 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
 
 
 class Letters:
-    """A tokenizer that knows letters only: enough to tell prompts apart."""
+    """A letter-level tokenizer: enough to tell prompts apart."""
 
     chat_template = None
 
@@ -99,8 +99,8 @@ def test_prompts_of_other_kinds_are_mixed_in(tmp_path: Path) -> None:
     assert alone.elsewhere is None
     others = mixed.fit.prompts - alone.fit.prompts + mixed.select.prompts - alone.select.prompts
     assert others + mixed.elsewhere.prompts == int(0.5 * alone.fit.prompts)
-    assert mixed.select.prompts == alone.select.prompts  # other kinds have no say in what is chosen
-    # The promise is about the user's own text.
+    assert mixed.select.prompts == alone.select.prompts  # other kinds do not influence choices
+    # The promise is about the user's kind of text.
     assert mixed.held_out.prompts == alone.held_out.prompts
     figures = mixed.make(Goal(speedup=1.2)).figures
     assert figures["elsewhere"]["prompts"] == mixed.elsewhere.prompts
@@ -117,11 +117,11 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path, monkeypatch: py
         return sum(batch.inputs.shape[0] for batch in recording.batches)
 
     assert count(run.fit) == 3 * count(plain.fit)
-    assert count(run.select) == count(plain.select)  # choices and promises go by greedy answers, as users get them
+    assert count(run.select) == count(plain.select)  # choices and promises are based on greedy answers
     assert count(run.held_out) == count(plain.held_out)
     kept = run.work.read("again")
     assert len(kept) == 2 * count(plain.fit)
-    assert len({tuple(tokens) for tokens in kept}) > len(kept) // 2  # each answer another
+    assert len({tuple(tokens) for tokens in kept}) > len(kept) // 2  # the answers differ
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("answered again, though the answers lie there")
@@ -146,7 +146,7 @@ def test_none_of_the_users_prompts_is_mixed_in_again() -> None:
 
 
 def test_a_plan_promises_only_what_its_texts_reach(tmp_path: Path) -> None:
-    """Answers that end early: a horizon beyond them would be a speed-up that no text gets."""
+    """Answers that end early: with a longer horizon, no text would get the speed-up."""
     model = tiny_model("llama")
     model.generation_config.eos_token_id = list(range(3, 20))
     said: list[str] = []
@@ -198,7 +198,7 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     assert plan.repairs
     fitted = [line for line in said if line.startswith("fitting maps for drafts")]
     assert len(run.found.order) == LAYERS - 2
-    assert len(fitted) == 4 * len(hurried.maps)  # the first depth, which tells how long one takes, and three below it
+    assert len(fitted) == 4 * len(hurried.maps)  # the first depth, which is timed, and three below it
     assert layer_influence(run) == []
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)

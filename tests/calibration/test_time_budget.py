@@ -1,4 +1,4 @@
-"""Time for a calibration: what is left of it, and what fits into it."""
+"""The time budget of a calibration: what is left, and what fits into it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_rest_of_the_time_decides_how_much_is_done(clock: list[float]) -> No
     assert budget.left_of(0.5) == 0
     assert budget.affordable(10, 7.5) == 2
     clock[0] += 1000
-    assert budget.affordable(10, 7.5) == 1  # something has to come of it
+    assert budget.affordable(10, 7.5) == 1  # at least one, to have a result
 
 
 def test_a_part_is_of_what_is_left_and_starts_now(clock: list[float]) -> None:

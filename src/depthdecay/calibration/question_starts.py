@@ -1,6 +1,6 @@
-"""What makes a model write questions and texts of many kinds: topics, system prompts, languages and openings.
+"""Data that makes a model write questions and texts of many kinds: topics, system prompts, languages and openings.
 
-Plain data. Adding a line changes which texts a seed gives, and nothing else.
+Adding a line changes which texts a seed gives, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TOPICS = (
     *("jobs and careers", "biology", "repairs at home", "politics", "games"),
 )
 
-# System prompts under which a model continues the user's turn: each makes another kind of question likely.
+# System prompts under which a model continues the user turn; each makes another kind of question likely.
 ASKED_ABOUT = (
     "You are a helpful assistant. The user asks about {topic}.",
     "You are an expert on {topic} who answers people's questions.",
@@ -75,7 +75,7 @@ OPENINGS = {
     "Arabic": ("كيف يمكنني", "ما الفرق بين", "اكتب", "اشرح", "لماذا", "لدي", "ما هي", "هل صحيح أن"),
 }
 
-# System prompts that some questions are asked under: a deployed model mostly has one.
+# System prompts for answering some of the questions: a deployed model usually has one.
 ANSWERED_UNDER = (
     "You are a helpful assistant.",
     "Answer briefly.",
@@ -87,7 +87,7 @@ ANSWERED_UNDER = (
     "Give the answer as a bulleted list where that makes sense.",
 )
 
-# Where texts of a model without a chat template begin, besides the openings above.
+# Further openings for models without a chat template.
 DOCUMENTS = (
     *("The", "In the early years of the", "According to the report,", "Once upon a time", "Dear Mr", "It was a"),
     *(

@@ -1,4 +1,4 @@
-"""The calibration report: one self-contained page beside a plan, so that its promise can be read and checked."""
+"""The calibration report: a self-contained page next to a plan, with its promise and the measurements behind it."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def write_report(folder: str | Path, data: Mapping[str, Any]) -> Path:
     `data` can be JSON. Needed are:
 
         model                  str, the model's name
-        plan                   summary (str, one line); num_layers, drop_order and depths (list, by token) for pictures
+        plan                   summary (str, one line); num_layers, drop_order and depths (list, by token) for charts
 
-    All else is left out where it is not given:
+    Everything else is optional:
 
-        promise                measure (str, with its unit), budget, held_out, bound (floats), confidence (as 0.95);
+        promise                measure (str, with its unit), budget, held_out, bound (floats), confidence (e.g. 0.95);
                                layer_speedup, cost_speedup (floats); prompts, tokens (ints, held out)
         full_perplexity        float, of the full model on the held-out text
-        fidelity               list of rows, one a speed-up: speedup (float), and plain and repaired, each a mapping
+        fidelity               list of rows, one per speed-up: speedup (float), and plain and repaired, each a mapping
                                of kl, agreement (0 to 1), perplexity; either may be missing
         kl_by_position         mapping of a label (plain, repaired) to a list, from the first decoded position
-        layer_influence        list of KL, one a layer
+        layer_influence        list of KL, one per layer
         perplexity_by_position, entropy_by_position
                                lists, from the first decoded position, of the full model; both or none
-        drafter                figures of a learned drafter, as `LearnedDrafter` has them
+        drafter                figures of a learned drafter, as in `LearnedDrafter`
         choices                mapping of a name to a value, such as rank, ridge, prompts, tokens, seconds
         command                str
     """
@@ -85,7 +85,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def promise_sentence(promise: Mapping[str, Any]) -> str:
-    """What was asked, what held-out text says, and what it buys, in one sentence."""
+    """The budget, the measurement on held-out text, and the speed-up, in one sentence."""
     measure = promise.get("measure", "mean KL to the full model, in nats per token")
     parts = [f"asked for at most {_number(promise['budget'])} ({measure})"]
     if promise.get("held_out") is not None:
@@ -130,11 +130,11 @@ def _fidelity(data: Mapping[str, Any]) -> str:
         [f"{row['speedup']:g}×", *(show(row.get(kind) or {}) for show in figures.values() for kind in kinds)]
         for row in rows
     ]
-    note = "KL to the full model in nats a token; agreement: how often both would pick the same token."
+    note = "KL to the full model in nats per token; agreement: how often both would pick the same token."
     if data.get("full_perplexity") is not None:
         note += f" Perplexity of the full model: {_number(data['full_perplexity'])}."
     if kinds == ["plain", "repaired"]:
-        note += " Plain: layers are only dropped. Repaired: a small correction stands in for them."
+        note += " Plain: layers are only dropped. Repaired: small maps replace them."
     other = data.get("elsewhere")
     if other:
         figures_there = f"KL {_number(other['kl'])}, plain {_number(other['plain_kl'])}"
@@ -144,34 +144,34 @@ def _fidelity(data: Mapping[str, Any]) -> str:
 
 
 def _drafter(data: Mapping[str, Any]) -> str:
-    """How often drafts are right, by kind of text and place in the window, and how that was learned."""
+    """Draft accuracy by kind of text and position in the window, and the learning curve."""
     figures = data.get("drafter")
     if not figures:
         return ""
     head = figures["head"]
     closed, held_out = head["closed_form"], head["held_out"]
     names = [f"draft {place}" for place in range(1, len(closed["right"]) + 1)]
-    rows = [["closed form, on text to choose by", *_shares(closed)]]
+    rows = [["closed form, validation text", *_shares(closed)]]
     rows += [[f"learned, unseen text: {kind}", *_shares(found)] for kind, found in held_out.items()]
     for tried in figures.get("tried", ()):
         layers = tried["shape"]["first_layers"]
-        rows.append([f"tried on {layers} first layers, short fit", *_shares(tried["held_out"]["all"])])
+        rows.append([f"tried on {layers} first layers, short training", *_shares(tried["held_out"]["all"])])
     if figures.get("portable_head"):
         rows.append(["for other engines, unseen text", *_shares(figures["portable_head"]["held_out"]["all"])])
     cost = _number(head["cost_of_a_draft"])
     words = (
-        f"Learned from {head['tokens_fitted_on']:,} tokens; a draft costs {cost} of a step, "
-        f"so that {head['expected_speedup']:.2f}× is expected. {head['learned']['ended'].capitalize()}."
+        f"Trained on {head['tokens_fitted_on']:,} tokens; a draft costs {cost} of a step, "
+        f"so {head['expected_speedup']:.2f}× is expected. {head['learned']['ended'].capitalize()}."
     )
     curve = [
         [f"{point['step']:,}", _cell(point["training_loss"]), _cell(point["judged_loss"])]
         for point in head["learned"]["curve"]
     ]
     return (
-        f'<h2>Drafts that are right</h2>\n<p class="soft">{escape(words)}</p>\n'
-        + _plain_table(["", *names, "tokens a window"], rows)
+        f'<h2>Draft accuracy</h2>\n<p class="soft">{escape(words)}</p>\n'
+        + _plain_table(["", *names, "tokens per window"], rows)
         + "<h2>Learning curve</h2>\n"
-        + _plain_table(["step", "KL, fitted text", "KL, text to choose by"], curve)
+        + _plain_table(["step", "KL, training text", "KL, validation text"], curve)
     )
 
 
@@ -192,8 +192,8 @@ def _pictures(data: Mapping[str, Any]) -> str:
     if not charts:
         return f'<p class="soft">{dropping}</p>\n' if dropping else ""
     if not can_draw():
-        note = f"The pictures are left out: they need matplotlib ({install('plot')})."
-        return f'<h2>Pictures</h2>\n<p class="soft">{escape(f"{note} {dropping}".strip())}</p>\n'
+        note = f"The charts are left out: they need matplotlib ({install('plot')})."
+        return f'<h2>Charts</h2>\n<p class="soft">{escape(f"{note} {dropping}".strip())}</p>\n'
     figures = (
         f'<figure role="img" aria-label="{escape(caption)}">\n{inline_svg(chart)}\n'
         f"<figcaption>{escape(caption)}</figcaption>\n</figure>\n"
@@ -203,7 +203,7 @@ def _pictures(data: Mapping[str, Any]) -> str:
 
 
 def _charts(data: Mapping[str, Any]) -> list[tuple[Chart, str]]:
-    """The charts that the data suffice for, each with the sentence under it."""
+    """The charts that there is data for, each with its caption."""
     plan = data["plan"]
     order, depths, layers = plan.get("drop_order"), plan.get("depths"), plan.get("num_layers")
     charts: list[tuple[Chart, str]] = []
@@ -218,10 +218,10 @@ def _charts(data: Mapping[str, Any]) -> list[tuple[Chart, str]]:
         charts.append((kl_chart(data["kl_by_position"]), caption))
     if data.get("layer_influence"):
         dropped = order[: layers - min(depths)] if layers and order and depths else ()
-        caption = "What dropping each layer alone costs."
+        caption = "The KL from dropping each layer alone."
         charts.append((influence_chart(data["layer_influence"], dropped), caption))
     if data.get("perplexity_by_position") and data.get("entropy_by_position"):
-        caption = "How sure the full model is as its text goes on."
+        caption = "How certain the full model is, by position in its text."
         charts.append((perplexity_chart(data["perplexity_by_position"], data["entropy_by_position"]), caption))
     return charts
 
@@ -247,7 +247,7 @@ _SECTIONS = (_promise, _fidelity, _drafter, _pictures, _choices, _command)
 
 
 def _table(first: str, groups: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A row name, then every group with the same parts: two narrow lines of headings instead of one wide."""
+    """A row name, then every group with the same parts: two narrow heading rows instead of one wide one."""
     top = "".join(f'<th colspan="{len(parts)}">{escape(group)}</th>' for group in groups)
     below = "".join(f"<th>{escape(part)}</th>" for _ in groups for part in parts)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
@@ -256,12 +256,12 @@ def _table(first: str, groups: Sequence[str], parts: Sequence[str], rows: Sequen
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits: more would be noise."""
+    """Three significant digits; more would be noise."""
     return "–" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _cell(value: float | None) -> str:
-    """As `_number`, with the zeros at the end, so that a column is even."""
+    """Like `_number`, but with trailing zeros, so that columns align."""
     is_short = value is not None and abs(value) < 1000
     return f"{value:#.3g}".rstrip(".") if is_short else _number(value)
 

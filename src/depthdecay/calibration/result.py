@@ -1,4 +1,4 @@
-"""A calibrated plan: its maps, and what it was measured to do on held-out text."""
+"""A calibrated plan: its maps, and its measurements on held-out text."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Calibrated:
-    """A plan that keeps its promise on held-out text, its maps, and the figures behind it."""
+    """A plan that keeps its promise on held-out text, its maps, and its measurements."""
 
     plan: Plan
     repairs: Repairs
     figures: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> Path:
-        """Repairs first, and no older plan beside them: a plan that is there belongs to its maps."""
+        """Saves repairs first, after removing an older plan, so that a plan in the folder always matches its maps."""
         (folder / PLAN_FILE).unlink(missing_ok=True)
         self.repairs.save(folder / REPAIRS_FILE)
         return self.plan.save(folder)
@@ -46,7 +46,7 @@ def with_figures(
     tried: list[dict[str, Any]],
     learned: dict[str, Any] | None = None,
 ) -> Calibrated:
-    """A fitted plan with its figures on held-out text, and how its maps learned where they did."""
+    """A fitted plan with its figures on held-out text, and those of training its maps, if any."""
     simulator = Simulator(run.held_out)
     run.say("measuring on held-out text")
     measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)
@@ -100,7 +100,7 @@ def with_figures(
 
 
 def _choices_of(learned: dict[str, Any] | None) -> dict[str, Any]:
-    """What is worth a line of a table."""
+    """The figures that get a row in the report's table."""
     if learned is None:
         return {}
     before, after = learned["closed_form"], learned["maps"]
@@ -113,7 +113,7 @@ def _choices_of(learned: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _elsewhere(run: Calibration, plan: Plan, repairs: Repairs) -> dict[str, Any] | None:
-    """How the plan does on other kinds of text than the user's. Nothing is promised about them."""
+    """The plan's figures on other kinds of text than the user's, about which nothing is promised."""
     if run.elsewhere is None:
         return None
     simulator = Simulator(run.elsewhere)

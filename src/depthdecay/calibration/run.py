@@ -1,4 +1,4 @@
-"""Calibration from prompts to a plan: record, search the ladder, repair it, choose the fastest plan within a budget."""
+"""Calibration from prompts to a plan: record, search the ladder, fit repairs, choose the fastest plan within budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from depthdecay.plan.plan import Plan
 
 
 class Calibration:
-    """One model on one set of prompts. The parts are made in order, each kept for an interrupted run."""
+    """One model on one set of prompts. Each stage is kept, so that an interrupted run can resume."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Calibration:
         time_budget: TimeBudget | None = None,
         say: Say = lambda message: None,
     ) -> None:
-        """`time_budget`: for the whole; unless given, the settings' minutes from now on."""
+        """`time_budget`: for everything; by default the settings' minutes, starting now."""
         self.started = time.monotonic()
         self.stack = LayerStack.of(model)
         self.name = name
@@ -69,8 +69,8 @@ class Calibration:
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
         self.size: FitSettings | None = None  # once chosen
         self.tokenizer = tokenizer
-        self.plans_left = 1  # to be made, the next one counted: they share the time
-        self.own_texts: list[Continuation] | None = None  # what maps learn from besides, once written
+        self.plans_left = 1  # still to be made, including the next one: they share the time
+        self.own_texts: list[Continuation] | None = None  # further texts to train maps on, once written
 
     def _search(self) -> Found:
         settings, layers = self.settings, self.stack.num_layers
@@ -82,9 +82,9 @@ class Calibration:
         def told(message: str, done: int, total: int) -> None:
             self.say(f"searching the ladder, {message}{left(done, total)}")
 
-        # Hastened half-way: a rung is then one trial.
+        # Cut short half-way: from then on, one trial per step.
         seconds = self.time.left_of(SEARCH_SHARE) / 2 if self.time.is_bounded else 60 * settings.minutes
-        self.say("looking for layers to spare …")
+        self.say("searching for layers to drop …")
         kept = self.work.read("search")
         search = Search(
             recording,
@@ -105,13 +105,13 @@ class Calibration:
         return search.run(promise, [Found.from_dict(values) for values in kept or ()])
 
     def _fit_in_time(self, seconds: float) -> Recording:
-        """The texts to fit on; fewer, of all lengths, where maps of every depth of the ladder would take too long."""
+        """The texts to fit on; fewer, of all lengths, if fitting maps for every depth would take too long."""
         batches, columns = self.fit.batches, self.fit.columns
         each = len(self.found.order) * _PASSES_A_RUNG * seconds / len(batches)
         count = self.time.affordable(len(batches), each)
         if count == len(batches):
             return self.fit
-        self.say(f"the time is enough to fit maps on {count} of {len(batches)} batches of texts")
+        self.say(f"there is time to fit maps on {count} of {len(batches)} batches of texts")
         return Recording(self.stack, batches[:: len(batches) // count][:count], columns)
 
     @property
@@ -126,7 +126,7 @@ class Calibration:
         return plan.with_model(self.identity)
 
     def constant_maps(self, settings: FitSettings, lowest: int) -> Repairs:
-        """Maps of every depth down to the lowest, each fitted as if all positions had run at that depth."""
+        """Maps for every depth down to the lowest, each fitted as if all positions ran at that depth."""
         layers = self.stack.num_layers
         if settings not in self._traces:
             self.forget_traces()
@@ -141,11 +141,11 @@ class Calibration:
         return Repairs(maps)
 
     def forget_traces(self) -> None:
-        """A trace holds the states of all texts at all layers."""
+        """Free the traces, which hold the hidden states of all texts at all layers."""
         self._traces.clear()
 
     def plan_at(self, speedup: float, settings: FitSettings, shape: Shape) -> Plan:
-        """The ladder with the decay that reaches a speed-up, maps of this size counted."""
+        """The ladder with the decay that reaches a speed-up, including maps of this size."""
         sizes = _sizes_of_maps(self.ladder_plan, self.stack, settings)
         tokens = self.settings.new_tokens
         return plan_at_speedup(
@@ -159,22 +159,22 @@ class Calibration:
         )
 
     def loss_at(self, speedup: float, settings: FitSettings, shape: Shape) -> float:
-        """KL on the texts to choose by, with maps fitted at constant depths."""
+        """KL on the validation texts, with maps fitted at constant depth."""
         plan = self.plan_at(speedup, settings, shape)
         visited = reached_depths(plan)
         maps = self.constant_maps(settings, min(visited, default=plan.num_layers))
         return Simulator(self.select).measure(plan, maps.only(set(visited))).kl
 
     def repaired(self, speedup: float, settings: FitSettings, shape: Shape) -> tuple[Plan, Repairs]:
-        """A plan for a speed-up with its maps: at constant depths, then again for the positions that it runs there.
+        """A plan for a speed-up with its maps: fitted at constant depth, then again on the positions at each depth.
 
-        Two depths more have maps than the plan visits, so that it can be re-scheduled; deeper, its ladder ends.
+        Two depths below the plan's lowest have maps too, so that it can be re-scheduled; there its ladder ends.
         """
         plan = self.plan_at(speedup, settings, shape)
         visited = reached_depths(plan)
         lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - 2)
         constant = self.constant_maps(settings, lowest)
-        self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons a layer")
+        self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons per layer")
         fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
         maps = {depth: maps for depth, maps in constant.at_depth.items() if depth >= lowest} | dict(fitted.at_depth)
         ladder = Ladder(plan.num_layers, plan.ladder.drop_order[: plan.num_layers - lowest])
@@ -206,11 +206,11 @@ class Calibration:
                 f"(at most {promise['bound']:.4f} with 95% confidence)"
             )
         raise DepthDecayError(
-            f"no plan of this model keeps the {goal.measure} within {goal.budget:g} on held-out text; {words}"
+            f"no plan for this model keeps the {goal.measure} within {goal.budget:g} on held-out text; {words}"
         )
 
     def _fastest_guess(self, goal: Goal) -> float:
-        """A speed-up to start from: bisection on texts to choose by, with maps of the first size at constant depths."""
+        """A speed-up to start from: bisection on validation texts, with maps of the first size at constant depth."""
         assert goal.budget is not None
         settings = self.size or self.settings.maps[0]
         maps = self.constant_maps(settings, self.least_layers)
@@ -225,7 +225,7 @@ class Calibration:
         return max(low, _LEAST_SPEEDUP)
 
     def fastest(self, settings: FitSettings) -> float:
-        """A speed-up just within what the ladder can reach."""
+        """A speed-up just below the most that the ladder can reach."""
         low, high = 1.0, 1 / self.settings.lowest_share
         for _ in range(12):
             middle = (low + high) / 2
@@ -248,13 +248,13 @@ class Calibration:
 
 
 _LEAST_SPEEDUP = 1.01
-# What a rung of the ladder takes in passes over the texts that are fitted on: maps at constant depth, then those of a
-# plan or of drafts, each with half of the layers to run and its own sums.
+# The time for one depth of the ladder, in passes over the texts to fit on: maps at constant depth, then those of a plan
+# or of drafts, each with half of the layers to run and its own sums.
 _PASSES_A_RUNG = 3
 
 
 def _sizes_of_maps(plan: Plan, stack: LayerStack, settings: FitSettings) -> Repairs:
-    """Stand-ins with the shapes that maps of these settings will have: costs are known before anything is fitted."""
+    """Placeholders in the shapes of maps with these settings, so that costs are known before anything is fitted."""
     hidden = stack.hidden_size
     rank = min(settings.rank, hidden)
     at_depth = {}

@@ -1,10 +1,9 @@
-"""The ladder search: which layer to drop next, by what dropping it costs after repair.
+"""The ladder search: which layer to drop next, by the KL of dropping it after repair.
 
-A beam of a few ladders goes down rung by rung. At every rung each drops its most promising layers in turn; the
-shallower model is repaired, and its KL to the full model is measured on texts that the maps were not fitted on. Promise
-is the KL that a layer cost when it was last tried, at first a guess: most layers keep their place, so a few trials a
-rung find what trying all would. A text passes through all rungs, so ladders are compared by the sum of KL over
-theirs.
+A beam search over ladders. At every rung (depth), each ladder of the beam tries dropping its most promising layers; the
+shallower model is repaired, and its KL to the full model is measured on texts that the maps were not fitted on. A
+layer's promise is the KL when it was last tried, at first a heuristic: the ranking changes little, so a few trials per
+rung find what trying all would. A text passes through all rungs, so ladders are compared by their sum of KL.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from depthdecay.calibration.recording import Recording
 
 @dataclass(frozen=True)
 class Found:
-    """A ladder as far as it has been found: the layers dropped, and the KL at each depth that this makes."""
+    """A partial ladder: the layers dropped so far, and the KL at each depth."""
 
     order: tuple[int, ...] = ()
     kls: tuple[float, ...] = ()
@@ -43,7 +42,7 @@ class Found:
 
 @dataclass
 class Search:
-    """What is searched on, and how hard."""
+    """The texts to search on, and the effort."""
 
     recording: Recording
     fitted_on: int  # batches that maps are fitted on; KL is measured on the others
@@ -52,10 +51,10 @@ class Search:
     settings: FitSettings | None
     layer_costs: Sequence[float]
     beam: int = 2
-    width: int = 5  # layers that each ladder tries at a rung
-    first_width: int | None = None  # the same at the first rung; all layers where None
-    seconds: float | None = None  # after which one ladder goes on, with the most promising layer of each rung
-    latest: float | None = None  # after which nothing more is measured: the rest goes by promise alone
+    width: int = 5  # layers that each ladder tries per rung
+    first_width: int | None = None  # the same at the first rung; None: all layers
+    seconds: float | None = None  # after this, only one ladder continues, with the most promising layer of each rung
+    latest: float | None = None  # after this, nothing more is measured: the rest is ordered by promise alone
     progress: Callable[[str, int, int], None] = lambda message, done, total: None
     save: Callable[[list[Found]], None] = lambda beam: None
 
@@ -66,9 +65,9 @@ class Search:
         return tally.kl
 
     def run(self, guess: Sequence[float], beam: Sequence[Found] = ()) -> Found:
-        """Search down to the lowest depth, from the start or from what an interrupted search left.
+        """Search down to the lowest depth, from the start or from the beam of an interrupted search.
 
-        The guess orders the layers at first; its scale does not matter.
+        `guess` orders the layers at first; its scale does not matter.
         """
         started = time.monotonic()
         ends = math.inf if self.latest is None else started + self.latest
@@ -88,7 +87,7 @@ class Search:
         return beam[0]
 
     def _by_promise(self, found: Found, total: int) -> Found:
-        """The rest of a ladder from what its layers cost when they were last tried."""
+        """The rest of a ladder, ordered by what its layers cost when last tried."""
         while len(found.order) < total:
             layer = self._by_cost(found)[0]
             kl = found.last + found.promise[layer]
@@ -96,7 +95,7 @@ class Search:
         return found
 
     def _by_cost(self, found: Found) -> list[int]:
-        """The layers that are left, the most promising first."""
+        """The remaining layers, the most promising first."""
         left = (layer for layer in self.candidates if layer not in found.order)
         return sorted(left, key=lambda layer: (found.promise[layer] / self.layer_costs[layer], layer))
 
@@ -109,9 +108,9 @@ class Search:
     def _next_rung(
         self, beam: list[Found], traces: dict[tuple[int, ...], Trace], hasten: bool, ends: float
     ) -> tuple[list[Found], dict[tuple[int, ...], Trace]]:
-        """Try layers on every ladder of the beam, and keep the best ladders of those that drop different layers.
+        """Try layers on every ladder of the beam, and keep the best ladders among those that drop different layers.
 
-        At the time that it ends one layer is tried, no more.
+        Once the time is up, only one layer is tried.
         """
         tried: dict[frozenset[int], tuple[float, Found, Trace]] = {}
         for found in beam:
@@ -134,7 +133,7 @@ class Search:
                 score = self._score(longer)
                 if dropped not in tried or score < tried[dropped][0]:
                     tried[dropped] = score, longer, trace
-                # Traces hold states of a whole model: only those that may stay are kept.
+                # Traces hold the hidden states of a whole model, so only candidates for the beam are kept.
                 ranked = sorted(tried.items(), key=lambda item: (item[1][0], item[1][1].order))
                 tried = dict(ranked[: self.beam])
             if not found.order:
@@ -142,7 +141,7 @@ class Search:
         return [found for _, found, _ in tried.values()], {found.order: trace for _, found, trace in tried.values()}
 
     def _score(self, found: Found) -> float:
-        """KL summed over the rungs, each against what its layers save."""
+        """KL summed over the rungs, each relative to what its layers save."""
         saved = [sum(self.layer_costs[layer] for layer in found.order[: rung + 1]) for rung in range(len(found.order))]
         mean = sum(self.layer_costs) / len(self.layer_costs)
         return sum(kl * mean * (rung + 1) / cost for rung, (kl, cost) in enumerate(zip(found.kls, saved, strict=True)))
@@ -154,7 +153,7 @@ class Search:
 
 
 def _rescale(promise: dict[int, float], guess: dict[int, float], tried: Sequence[int]) -> None:
-    """Bring the guesses for layers that were not tried to the scale of KL, by those that were."""
+    """Scale the guesses for untried layers to KL, using those that were tried."""
     ratios = sorted(promise[layer] / guess[layer] for layer in tried if guess[layer] > 0)
     ratio = ratios[len(ratios) // 2] if ratios else 1.0
     for layer in promise:

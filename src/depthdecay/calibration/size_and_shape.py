@@ -1,4 +1,4 @@
-"""Choices by measurement: the shape of a decay, and the size of its maps, with the lowest KL at a speed-up."""
+"""Chooses the shape of a decay and the size of its maps with the lowest measured KL at a speed-up."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from depthdecay.errors import DepthDecayError
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
-_AS_GOOD = 1.05  # times the best KL: closer than texts to choose by can tell apart
+_AS_GOOD = 1.05  # times the best KL: a difference that validation texts cannot resolve
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decay apart from its speed: where it ends, and after which share of the horizon it begins."""
+    """A decay apart from its speed: the depth where it ends, and the share of the horizon before it begins."""
 
     floor: int
     warmup: float = 0.0
 
 
 def choose_shape(run: Calibration, speedup: float, settings: FitSettings) -> tuple[Shape, list[dict[str, Any]]]:
-    """How deep the decay goes before it holds its depth, and how long it waits.
+    """The depth that the decay ends at, and how long it waits before it begins.
 
-    KL grows faster than the number of dropped layers, so a decay that stops early costs less than one that goes
-    deep late; but later tokens are easier. Which of the two weighs more is measured.
+    KL grows faster than the number of dropped layers, so a decay that stops at a greater depth costs less than one that
+    drops many layers late; but later tokens are easier. Which of the two matters more is measured.
     """
     tried: list[dict[str, Any]] = []
 
@@ -46,12 +46,12 @@ def choose_shape(run: Calibration, speedup: float, settings: FitSettings) -> tup
         best = min(losses.values(), default=math.inf)
         losses[floor] = attempt(Shape(floor))
         worse = worse + 1 if losses[floor] >= best and math.isfinite(best) else 0
-        if worse == 2:  # it only gets deeper from here
+        if worse == 2:  # from here on, only more layers are dropped
             break
     best = min(losses.values(), default=math.inf)
     if not math.isfinite(best):
-        run.plan_at(speedup, settings, Shape(run.least_layers))  # says why
-    # Longer answers go on at the floor, where nothing was measured: of equals the highest.
+        run.plan_at(speedup, settings, Shape(run.least_layers))  # raises the reason
+    # Longer answers continue at the floor, where nothing was measured: among equals, take the highest.
     floor = max(floor for floor, kl in losses.items() if kl <= _AS_GOOD * best)
     best, shape = losses[floor], Shape(floor)
     for warmup in run.settings.warmups:
@@ -62,10 +62,9 @@ def choose_shape(run: Calibration, speedup: float, settings: FitSettings) -> tup
 
 
 def choose(run: Calibration, speedup: float) -> tuple[FitSettings, Shape, list[dict[str, Any]]]:
-    """Shape of the decay, size of maps and ridge with the lowest KL at this speed-up.
+    """The shape of the decay, the map size and the ridge with the lowest KL at this speed-up, on validation texts.
 
-    On texts that nothing was fitted on. Further plans of one run differ in speed, hardly in the best size, so that
-    one is chosen once.
+    The best map size hardly depends on the speed-up, so it is chosen once for all plans of a run.
     """
     if run.size is not None:
         shape, tried = choose_shape(run, speedup, run.size)
@@ -80,7 +79,7 @@ def choose(run: Calibration, speedup: float) -> tuple[FitSettings, Shape, list[d
         try:
             kl = run.loss_at(speedup, settings, shape)
         except DepthDecayError:
-            # Larger maps cost more, which may take one layer more than this floor leaves.
+            # Larger maps cost more, so one more layer may have to be dropped than this floor allows.
             deeper = replace(shape, floor=max(shape.floor - 1, run.least_layers))
             try:
                 kl = run.loss_at(speedup, settings, deeper)

@@ -1,4 +1,4 @@
-"""What a calibration found, as the report page wants it."""
+"""The results of a calibration, in the schema of the report page."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _means(fidelity: dict[str, Any]) -> dict[str, float]:
 
 
 def layer_influence(run: Calibration) -> list[float]:
-    """KL when a layer alone is dropped, unrepaired; kept, since every plan of one run shows the same.
+    """KL when only one layer is dropped, without repair; kept, since all plans of a run share it.
 
-    Empty where the time is not enough: a picture is the first thing to do without.
+    Empty if there is no time: a chart is the first thing to leave out.
     """
     kept: list[float] | None = run.work.read("influence")
     if kept is None:

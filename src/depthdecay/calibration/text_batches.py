@@ -1,4 +1,4 @@
-"""Many texts at once: as many rows as the memory holds, which go in lock-step until most of them have ended."""
+"""Writes many texts at once: as many rows as fit in memory, decoded in one batch until most of them have ended."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from depthdecay.model.devices import free_bytes
 
 MOST_ROWS = {"cuda": 1024}
 MOST_ROWS_ELSEWHERE = 16
-# At this share of ended rows a batch stops, and what the last ones have written so far is taken: the steps that the
-# longest answers still need would be paid by all rows.
+# At this share of ended rows a batch stops, and unfinished answers are kept as they are: further steps would cost as
+# much as for all rows.
 ENDED_IS_ENOUGH = 0.8
 _SHARE_OF_MEMORY = 0.4
-_BYTES_A_SCORE = 16  # logits in 32 bits and copies of them
+_BYTES_A_SCORE = 16  # 32-bit logits and copies of them
 _LIKELIEST = 50
 
 
 @dataclass(frozen=True)
 class Written:
-    """How much, up to the rows' ends, and how long it took."""
+    """How many tokens were written, up to the end of each row, and how long it took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -45,20 +45,20 @@ class Written:
 
 
 class TextBatches:
-    """Batches of one engine, which had best have no tokenizer: text that nobody reads is not put together then."""
+    """Batches of one engine, preferably without a tokenizer, so that text is not decoded in vain."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocabulary = engine.stack.model.get_input_embeddings().weight.shape[0]
-        self._free = free_bytes(engine.device)  # before the batches themselves take theirs
+        self._free = free_bytes(engine.device)  # before the batches themselves take memory
         self.written = Written()
 
     def rows(self, positions: int) -> int:
-        """How many texts of so many tokens go into one batch: a power of two."""
+        """How many texts of this length fit into one batch: a power of two."""
         kept = sum(shape.nbytes for shape in self.engine.stack.kept_shapes())
         room = _SHARE_OF_MEMORY * self._free / (positions * kept + self.vocabulary * _BYTES_A_SCORE)
         if room < 1:
-            raise DepthDecayError(f"the memory that is free does not hold one text of {positions} tokens")
+            raise DepthDecayError(f"the free memory is too small for one text of {positions} tokens")
         most = MOST_ROWS.get(self.engine.device.type, MOST_ROWS_ELSEWHERE)
         return most if room >= most else int(2 ** math.floor(math.log2(room)))
 
@@ -73,13 +73,13 @@ class TextBatches:
         seed: int = 0,
         until: float = math.inf,
     ) -> list[list[int]]:
-        """What the full model writes behind each prompt: greedily, or sampled at a temperature.
+        """The full model's answers to each prompt: greedy, or sampled at a temperature.
 
-        At the time `until` (of `time.monotonic`) all rows stop with what they have written, a token at least.
+        At the time `until` (of `time.monotonic`) all rows stop, with at least one token each.
         """
         started = time.monotonic()
         given = [list(prompt) for prompt in prompts]
-        if self.engine.uses_graphs:  # one size of batch, one set of graphs
+        if self.engine.uses_graphs:  # one batch size, so one set of graphs
             given += [given[-1]] * (rows - len(given))
         drawing = [] if temperature is None else [DrawnFromLikeliest(given, new_tokens, temperature, seed, self.engine)]
         results = self.engine.generate(
@@ -98,10 +98,10 @@ class TextBatches:
 
 
 class DrawnFromLikeliest:
-    """A logits processor that draws from the 50 likeliest tokens, and leaves greedy search no other choice.
+    """A logits processor that samples from the top 50 tokens, and leaves greedy decoding only that choice.
 
-    The engine's own sampling makes noise for the whole vocabulary, so that drafts draw the same, and a bound by
-    probability (top_p) sorts it. For 256 rows either takes longer than the pass itself.
+    The engine's own sampling generates noise for the whole vocabulary, so that drafts sample the same, and top_p sorts
+    it. For 256 rows, either takes longer than the pass itself.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class DrawnFromLikeliest:
 
 
 class MostHaveEnded:
-    """A stopping criterion for a whole batch. It looks at tokens where they are, and copies nothing."""
+    """A stopping criterion for a whole batch. It checks tokens on their device, and copies nothing."""
 
     def __init__(self, rows: int, ends: Collection[int], device: torch.device) -> None:
         self.ends = torch.tensor(sorted(ends), dtype=torch.long, device=device)

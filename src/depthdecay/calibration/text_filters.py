@@ -1,4 +1,4 @@
-"""Which texts are worth keeping: none that repeats itself, and none that is nearly another."""
+"""Filters for generated texts: no repetition loops, no near-duplicates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_HASHES, _BANDS = 16, 4  # four bands of four: texts that share 70% of their n-grams meet in one at even odds
+_HASHES, _BANDS = (
+    16,
+    4,
+)  # four bands of four: texts that share 70% of their n-grams match in some band about half of the time
 _DRAWN = np.random.default_rng(20_261).integers(1, 2**63, size=(2, _HASHES), dtype=np.uint64)
 _MULTIPLIERS, _OFFSETS = _DRAWN[0] | np.uint64(1), _DRAWN[1]
 
 
 def repeats_itself(tokens: Sequence[int], *, least_distinct: float = 0.5, longest_run: int = 24) -> bool:
-    """Whether a text is stuck: few of its 4-grams are different, or one token comes many times in a row.
+    """Whether a text is stuck in a loop: few distinct 4-grams, or one token many times in a row.
 
-    A text that falls into a loop half-way has about half as many different 4-grams as places; code and tables, which
-    repeat themselves with reason, have more.
+    A text that starts looping half-way has about half as many distinct 4-grams as positions; code and tables, which
+    repeat for good reason, have more.
     """
     ids = np.asarray(tokens, dtype=np.uint64)
     if len(ids) < 16:
@@ -28,9 +31,9 @@ def repeats_itself(tokens: Sequence[int], *, least_distinct: float = 0.5, longes
 
 
 class NearDuplicates:
-    """Finds texts that share most of their n-grams with an earlier one, by MinHash: four numbers are kept of each.
+    """Finds texts that share most of their n-grams with an earlier one, using MinHash: four values are kept per text.
 
-    A text is a sequence of whole numbers: token ids, or characters as `letters` gives them.
+    A text is a sequence of integers: token ids, or characters from `letters`.
     """
 
     def __init__(self, n: int) -> None:
@@ -39,7 +42,7 @@ class NearDuplicates:
         self.added: list[int] = []  # since the last call of `take_added`
 
     def is_new(self, text: Sequence[int]) -> bool:
-        """Whether nothing like it came before; from then on it has."""
+        """Whether no similar text came before; adds it."""
         keys = _band_keys(np.asarray(text, dtype=np.uint64), self.n)
         if not self.seen.isdisjoint(keys):
             return False
@@ -48,7 +51,7 @@ class NearDuplicates:
         return True
 
     def take_added(self) -> list[int]:
-        """What an interrupted run needs to know of the texts that came since the last call."""
+        """The hashes added since the last call, to be stored for resuming."""
         added, self.added = self.added, []
         return added
 
@@ -57,12 +60,12 @@ class NearDuplicates:
 
 
 def letters(text: str) -> list[int]:
-    """A text as numbers in which case, spaces, punctuation and which number is named make no difference."""
+    """A text as integers, ignoring case, whitespace, punctuation, and the values of numbers."""
     return [ord("0" if c.isdigit() else c) for c in text.lower() if c.isalnum()]
 
 
 def _n_grams(ids: np.ndarray, n: int) -> np.ndarray:
-    """A number for each n-gram, the same for the same n-gram; of a shorter text one for all of it."""
+    """A hash of each n-gram; for a shorter text, one hash of all of it."""
     n = min(n, len(ids))
     grams = np.zeros(len(ids) - n + 1, dtype=np.uint64)
     for place in range(n):
@@ -78,5 +81,5 @@ def _band_keys(ids: np.ndarray, n: int) -> list[int]:
     mixed = grams[:, None] * _MULTIPLIERS + _OFFSETS
     mixed ^= mixed >> np.uint64(31)
     least = (mixed * np.uint64(0xBF58476D1CE4E5B9)).min(axis=0).reshape(_BANDS, -1)
-    # The number of the band is part of its key, so that only the same bands meet.
+    # The band's number is part of its key, so that only equal bands match.
     return [int(_n_grams(np.append(band, np.uint64(number)), len(band) + 1)[0]) for number, band in enumerate(least)]

@@ -1,4 +1,4 @@
-"""What kind of text something is, for reports that tell where a drafter is good: by a few plain signs."""
+"""The kind of a text, by simple heuristics, for reports on where a drafter is good."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ENGLISH = frozenset(
         *("on", "this", "be", "by", "or", "you", "i", "an", "not", "can"),
     )
 )
-_LEAST_ENGLISH = 0.1  # of the words; in other languages such words hardly come
+_LEAST_ENGLISH = 0.1  # share of common English words; they are rare in other languages
 _LINES_OF_CODE = 3
 _SUMS = 3
 
 
 def kind_of(text: str) -> str:
-    """Code first, since it may hold anything else; then by language; then sums."""
+    """Checks for code first, since it may contain anything else; then language; then maths."""
     if "```" in text or len(_CODE.findall(text)) >= _LINES_OF_CODE:
         return CODE
     if len(_SUM.findall(text)) >= _SUMS:

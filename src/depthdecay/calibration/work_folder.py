@@ -1,4 +1,4 @@
-"""The work folder of a calibration: what is finished lies there, so that an interrupted one goes on."""
+"""The work folder of a calibration: keeps finished stages, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORK_FOLDER = ".work"
 
 
 class WorkFolder:
-    """JSON by name, valid for one set of inputs: another model, prompts or settings start from nothing."""
+    """JSON by name, valid for one set of inputs: another model, prompts or settings start from scratch."""
 
     def __init__(self, folder: Path, inputs: dict[str, Any]) -> None:
         self.folder = folder / WORK_FOLDER
