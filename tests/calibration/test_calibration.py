@@ -108,7 +108,7 @@ def test_a_budget_is_kept_with_its_bound_or_refused(tmp_path: Path) -> None:
     assert loose["layer_speedup_with_repairs"] > 1
     agreed = run.make(Goal(max_agreement_loss=0.9)).figures["promise"]
     assert agreed["bound"] <= 0.9
-    with pytest.raises(DepthDecayError, match=r"no plan of this model keeps .* the nearest is"):
+    with pytest.raises(DepthDecayError, match=r"no plan for this model keeps .* the nearest is"):
         run.make(Goal(max_kl=1e-9))
     assert not (tmp_path / "plan.json").exists()
 

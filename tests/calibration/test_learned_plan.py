@@ -40,7 +40,7 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     assert figures["head"]["learned"]["curve"][0]["training_loss"] is None
     assert "Draft accuracy" in (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
     assert any("writes training text" in line for line in lines)
-    assert any("fitting" in line for line in lines)
+    assert any("training a head" in line for line in lines)
     engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
     answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
     assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
@@ -64,7 +64,7 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
         return dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, minutes=10, progress=progress, **effort)
 
     def interrupt(line: str) -> None:
-        if line.startswith("searching for layers"):
+        if line.startswith("looking for layers"):
             raise Interrupted
 
     instead = r"at 1 tokens/s the model needs 20 minutes .*; the drafter uses the model's own layers instead"

@@ -183,7 +183,7 @@ def test_an_interrupted_run_goes_on_behind_its_last_batch(chat: LoadedModel, tmp
     # Text with another seed or model is not reused.
     said.clear()
     assert written(chat, 1200, prompts=prompts, folder=tmp_path, seed=5, say=said.append) != whole
-    assert not said[0].startswith("going on")
+    assert not said[0].startswith("resuming")
 
 
 def test_too_little_text_is_a_sentence(chat: LoadedModel) -> None:
@@ -284,7 +284,7 @@ def test_a_model_is_calibrated_without_prompts(chat: LoadedModel, tmp_path: Path
 
 
 def test_a_task_needs_its_file(tmp_path: Path) -> None:
-    with pytest.raises(DepthDecayError, match="task is gsm8k, and prompts is None"):
+    with pytest.raises(DepthDecayError, match="task is gsm8k, but prompts is None"):
         dd.calibrate("no/such-model", None, tmp_path / "out", task="gsm8k")
 
 

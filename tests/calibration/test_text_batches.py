@@ -91,5 +91,5 @@ def test_a_batch_is_as_large_as_the_memory_allows(monkeypatch: pytest.MonkeyPatc
 
 def test_no_room_for_one_text_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_batches, "free_bytes", lambda device: 100.0)
-    with pytest.raises(DepthDecayError, match="does not hold one text of 8 tokens"):
+    with pytest.raises(DepthDecayError, match="is too small for one text of 8 tokens"):
         TextBatches(dd.Engine(tiny_model("llama"))).rows(8)

@@ -69,7 +69,7 @@ def test_prompts_are_fewer_where_memory_is_small(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * (8 + 20.5) / 0.7)
     said.clear()
     Calibration(model, None, token_prompts(), tmp_path, SMALL, say=said.append)
-    assert any("going on" in message for message in said)
+    assert any("resuming with" in message for message in said)
     # Also if all had fit at first.
     monkeypatch.setattr("depthdecay.calibration.kept_answers.free_bytes", lambda device: each * 1000)
     whole = Calibration(model, None, token_prompts(), tmp_path / "whole", SMALL)
@@ -187,7 +187,7 @@ def test_few_prompts_are_still_split() -> None:
 def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) -> None:
     model, said = tiny_model(), []
     hurried = replace(SMALL, whole_minutes=1e-9, lowest_share=0.2)
-    with pytest.warns(UserWarning, match=r"the least that can be measured takes about \d+ s, and 0 s are given"):
+    with pytest.warns(UserWarning, match=r"the smallest calibration takes about \d+ s, but only 0 s were given"):
         run = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "there is time for 8 of 40 prompts" in said
     assert 0 < run.fit.prompts < 8

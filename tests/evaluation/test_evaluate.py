@@ -653,4 +653,4 @@ def test_the_table_says_over_how_many_tokens_layers_are_planned(
     result = run(*words, "--plan", plan, "--over", "12")
     assert result.exit_code == 0, result.output
     assert "Layers planned: over 12 tokens (--over)" in result.stdout
-    assert ("The plan itself is for 96 tokens" in result.stdout) == told
+    assert ("The plan was calibrated for 96 tokens" in result.stdout) == told

@@ -231,7 +231,7 @@ def _goals(
 def _sensible_speedup(name: str, given: Number) -> float:
     value = exact_decimal(name, given)
     if not 1 < value <= FASTEST:
-        raise ArgumentError(f"{name} contains {value}; expected numbers above 1 and at most {FASTEST}", name)
+        raise ArgumentError(f"{name} has the value {value}; expected a number above 1 and at most {FASTEST}", name)
     return float(value)
 
 

@@ -84,7 +84,7 @@ class Calibration:
 
         # Cut short half-way: from then on, one trial per step.
         seconds = self.time.left_of(SEARCH_SHARE) / 2 if self.time.is_bounded else 60 * settings.minutes
-        self.say("searching for layers to drop …")
+        self.say("looking for layers to drop …")
         kept = self.work.read("search")
         search = Search(
             recording,
