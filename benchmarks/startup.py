@@ -16,7 +16,7 @@ import time
 CHILD = """
 import time; t0 = time.perf_counter()
 from depthdecay.cli.options import ModelOptions
-import torch, transformers, depthdecay.engine, depthdecay.models
+import torch, transformers, depthdecay.engine.engine, depthdecay.model.load
 t1 = time.perf_counter()
 loaded = ModelOptions().load(quiet=True)
 t2 = time.perf_counter()

@@ -201,7 +201,9 @@ def passes_words(passes: dict[str, Any]) -> str:
     quantized = passes["quantized"]
     if quantized is None:
         return f"{words}, weights not quantized"
-    kinds = ", ".join(f"{count} matrices in {kind}" for kind, count in quantized["matrices"].items())
+    kinds = ", ".join(
+        f"{count} {'matrix' if count == 1 else 'matrices'} in {kind}" for kind, count in quantized["matrices"].items()
+    )
     kept = quantized["blocks_of_the_file"]
     return f"{words}, {kinds}" + (f" ({kept} of them with the file's own quantized blocks)" if kept else "")
 
