@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +141,7 @@ def run_lossless_bench(
     peers: Sequence[str] = PEERS[:3],
     assistant: Any = None,
     temperature: float = 0.0,
+    sampling: Mapping[str, Any] | None = None,
     compile_layers: bool = True,
     compared: int | None = None,
     engines: dict[str, Engine] | None = None,
@@ -152,6 +153,7 @@ def run_lossless_bench(
 
     Plans are drafters by label. Full depth and the last drafter
     run on all prompts, all others, some of which are far slower, on the first `compared`; with 0 they are left out.
+    `sampling`: how answers are drawn besides, where they have a temperature.
     `save` gets what is known so far, now and then: a run that is cut off has measured something all the same.
     `engines`: from `bench_engines`, where several runs share them and what they have compiled. `lookups`: with lookup
     in the text before, without, or both.
@@ -160,7 +162,9 @@ def run_lossless_bench(
     on_cuda = torch.device(model.device).type == "cuda"
     engines = dict(engines or bench_engines(model, plans, compile_layers))
     full = engines.pop("full")
-    picked = {**PLAIN_GREEDY, **({"do_sample": True, "temperature": temperature, "seed": 0} if temperature else {})}
+    picked = dict(PLAIN_GREEDY)
+    if temperature:
+        picked |= {"do_sample": True, "temperature": temperature, "seed": 0, **(sampling or {})}
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full", **picked)}
     for label, engine in engines.items():
         ours = partial(our_answer, engine, new_tokens, "lossless", **picked)
@@ -197,6 +201,7 @@ def run_lossless_bench(
             "compared": compared,
             "new_tokens": new_tokens,
             "temperature": temperature,
+            **(sampling or {}),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": torch.device(model.device).type,
             "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
