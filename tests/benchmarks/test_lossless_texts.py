@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_scripts import BENCHMARKS, script
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "lossless_texts.py"
-_SPEC = importlib.util.spec_from_file_location("lossless_texts", _FILE)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-lossless_texts: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["lossless_texts"] = lossless_texts
-_SPEC.loader.exec_module(lossless_texts)
+lossless_texts = script("lossless_texts")
 
 DEFAULTS = {"limit": 3, "skip": 0, "tokens": 8, "temperature": 0.0}
-CHAT = _FILE.parent / "prompts_german_chinese.jsonl"
+CHAT = BENCHMARKS / "prompts_german_chinese.jsonl"
 
 
 def test_a_line_says_what_is_asked_and_how() -> None:
@@ -45,7 +39,7 @@ def test_questions_of_a_task_come_from_its_subtasks_in_turn(tmp_path: Path) -> N
 def test_what_was_measured_is_not_measured_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = _FILE.parents[1] / "src" / "depthdecay" / "data" / "smollm2-135m"
+    plan = BENCHMARKS.parent / "src" / "depthdecay" / "data" / "smollm2-135m"
     out = tmp_path / "texts.json"
     words = ["--model", "smollm2-135m", "--device", "cpu", "--plan", str(plan), "--limit", "1", "-n", "3"]
 
