@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_scripts import script
+from benchmark_scripts import BENCHMARKS, script
 
 
 @pytest.fixture
@@ -48,3 +48,21 @@ def test_what_exact_batches_cost(run: Any) -> None:
     with pytest.warns(UserWarning, match="compile"):
         found = run("exact_batches", *words, "--ways", "plain", "--dtype", "fp32")
     assert [line["rows"] for line in found["lines"]] == [1, 3]
+
+
+@pytest.mark.slow
+def test_a_plan_on_several_tasks(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    plan = BENCHMARKS.parent / "src" / "depthdecay" / "data" / "smollm2-135m"
+    words = ["--model", "smollm2-135m", "--device", "cpu", "--plan", str(plan), "--out", str(tmp_path / "suite")]
+    words += ["--speedups", "1.1", "--batch", "2", f"gsm8k:{data},tokens=3,limit=1", "--go-on"]
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["task_suite.py", *words])
+        script("task_suite").main()
+    found = json.loads((tmp_path / "suite-gsm8k.json").read_text())
+    assert [(row["method"], row["asked_speedup"]) for row in found["rows"]] == [("full", None), ("depthdecay", 1.1)]
+    assert found["settings"]["max_new_tokens"] == 3
+    assert "suite-gsm8k.json is there" in capsys.readouterr().out
