@@ -4,7 +4,7 @@ python benchmarks/step_profile.py [--shape qwen2.5-1.5b | --model M] [--tokens 1
 [SETTINGS …]
 
 SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true. Each
-has an engine of its own; the first is always ours as it is. All take turns at one batch of one text at full depth. A
+has an engine of its own; the first is always ours as it is. All take turns at one text at full depth, or --batch. A
 profile says how often each kernel runs in a step and how long it takes, the prompt's own pass taken off; kernels that
 overlap count twice. Whether a setting changes the text, and whether it stays exact, stands beside its time.
 """
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shown", type=int, default=24, help="kernels of a step to print")
@@ -102,13 +103,15 @@ def main() -> None:
     require_writable(arguments.json)
     loaded = load_model_or_shape(arguments.model, arguments.shape, arguments.device, arguments.dtype, print)
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
-    prompt = torch.randint(3, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(3, vocabulary, (arguments.batch, PROMPT), generator=torch.Generator().manual_seed(0))
     settings: list[Setting] = []
     rows: dict[str, dict[str, Any]] = {}
 
+    measured = {name: getattr(arguments, name) for name in ("batch", "tokens", "rounds")}
+
     def save() -> None:
         told = {"model": loaded.shown_name, "dtype": str(loaded.model.dtype)[6:], "settings": list(rows.values())}
-        write_result(arguments.json, {**told, "step_profile": {"tokens": arguments.tokens, "rounds": arguments.rounds}})
+        write_result(arguments.json, {**told, "step_profile": measured})
 
     text = None
     for words in (OURS, *arguments.settings):

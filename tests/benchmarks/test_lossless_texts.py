@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from benchmark_scripts import BENCHMARKS, script
 
+from depthdecay.prompt_files import read_prompts
+
 lossless_texts = script("lossless_texts")
 
 DEFAULTS = {"limit": 3, "skip": 0, "tokens": 8, "temperature": 0.0}
@@ -56,3 +58,13 @@ def test_what_was_measured_is_not_measured_again(
     assert both["chat"] == first["chat"]
     assert "chat: measured before" in capsys.readouterr().out
     assert run(f"chat={CHAT},tokens=2")["chat"] != first["chat"]
+
+
+def test_questions_of_tasks_make_one_file_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = tmp_path / "train.jsonl", tmp_path / "mixed.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "2 + 2?", "answer": "#### 4"}\n')
+    monkeypatch.setattr(sys, "argv", ["task_prompts.py", str(out), f"gsm8k:{data},skip=1", f"{CHAT},limit=2"])
+    script("task_prompts").main()
+    prompts = read_prompts(out)
+    assert "2 + 2?" in prompts[0]
+    assert prompts[1:] == read_prompts(CHAT)[:2]
