@@ -8,13 +8,14 @@ as in  chat=questions.jsonl  sums=gsm8k:test.jsonl,limit=200,tokens=256  sampled
 A file is one of prompts, as for `depthdecay bench --mode lossless`, which measures one beside transformers' own ways to
 draft; or behind the name of a task that task's, whose questions are then taken from its subtasks in turn. Options of a
 set go before those of the command: limit, skip, tokens, temperature, top_p, top_k. The engines are shared, as in a
-process that answers whatever comes. The file of results is written on the way. Sets that it holds, from the same commit
-and asked the same, are not measured again, so that a run that was cut off goes on when it is repeated.
+process that answers whatever comes. The file of results is written on the way. Sets that it holds, of the same commit,
+plan and questions, are not measured again, so that a run that was cut off goes on when it is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -78,9 +79,18 @@ class TextSet:
         bounds = {"top_p": self.top_p, "top_k": self.top_k}
         return {name: value for name, value in bounds.items() if value is not None}
 
-    def told(self, plan: Plan, lookup: str) -> dict[str, Any]:
+    def told(self, **more: Any) -> dict[str, Any]:
         """What was asked, without the folders of this machine."""
-        return {**asdict(self), "file": Path(self.file).name, "lookup": lookup, "plan": plan.describe()}
+        return {**asdict(self), "file": Path(self.file).name, **more}
+
+
+def digest_of(plan: Plan) -> str:
+    """A short name for a plan with its maps and its head: two that were learned may be described alike."""
+    found = hashlib.sha256(repr(plan.to_dict()).encode())
+    for name in (plan.repairs, plan.draft_head):
+        if plan.folder is not None and name is not None:
+            found.update((plan.folder / name).read_bytes())
+    return found.hexdigest()[:16]
 
 
 def number(text: str) -> float:
@@ -136,10 +146,10 @@ def main() -> None:
     found = Plan.load(arguments.plan)
     plan = drafter_of(found) or found
     best = dict([list(drafters(plan).items())[-1]])
-    engines = bench_engines(loaded.model, best)
+    engines, digest = bench_engines(loaded.model, best), digest_of(plan)
     kept, reports = kept_reports(arguments.json, loaded.shown_name), dict[str, Any]()
     for texts, asked in zip(sets, prompts, strict=True):
-        told = texts.told(plan, arguments.lookup)
+        told = texts.told(lookup=arguments.lookup, plan=plan.describe(), plan_digest=digest)
         if kept.get(texts.name, {}).get("asked") == told:
             print(f"{texts.name}: measured before", flush=True)
             reports[texts.name] = kept[texts.name]
