@@ -142,13 +142,14 @@ def commit_of(source: str) -> str | None:
 def run_batches(comparison: Comparison) -> None:
     arguments = comparison.arguments
     size = {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "speedup")}
+    modes = arguments.modes.split(",")
     for batch in map(int, arguments.batches.split(",")):
         for tree in comparison.turns(0):
             comparison.settings["plan"] = tree.ask("open_batch", batch=batch, **size)
-            for mode in MODES:
+            for mode in modes:
                 tree.ask("batch", mode=mode, new_tokens=arguments.new_tokens)  # compiles and captures
         for number in range(arguments.rounds):
-            for mode in MODES:
+            for mode in modes:
                 row = {"kind": "batch", "batch": batch, "mode": mode}
                 comparison.measure(number, number, "batch", row, mode=mode, new_tokens=arguments.new_tokens)
             comparison.save()
@@ -227,7 +228,14 @@ def single_prompts(comparison: Comparison) -> None:
 COMMANDS = {"shapes": shapes, "serving": shapes, "lossless": single_prompts, "cpu": single_prompts}
 SUMMARIES = {"shapes": compared, "serving": compared, "lossless": lossless_summary, "cpu": cpu_summary}
 RANDOM = {"shape": "llama-2-7b", "device": "auto", "dtype": "bf16"}
-BATCHES = {"batches": "1,16,64", "prompt_tokens": 32, "new_tokens": 256, "speedup": "1.669", "rounds": 6}
+BATCHES = {
+    "modes": ",".join(MODES),
+    "batches": "1,16,64",
+    "prompt_tokens": 32,
+    "new_tokens": 256,
+    "speedup": "1.669",
+    "rounds": 6,
+}
 LOOP = {"serving": 64, "serving_requests": 0, "serving_prompt": 32, "serving_tokens": 128, "serving_speedup": "1.5"}
 MODEL = {"model": "", "plan": "", "device": "auto", "dtype": "bf16"}
 DEFAULTS: dict[str, Row] = {  # "": required
@@ -240,6 +248,7 @@ DEFAULTS: dict[str, Row] = {  # "": required
 }
 HELP = {
     "prompts": 'a file of lines {"prompt": "..."}',
+    "modes": "which modes to run in batches: full, decay",
     "limit": "how many prompts to use",
     "plan": "the plan to draft with",
     "serving": "concurrent requests; 0: no closed loop",

@@ -7,6 +7,9 @@ python benchmarks/exact_batches.py count --model M --prompts FILE [--at 8,64] [-
 alone, then several at a time with random arrivals. Counts the answers that differ from those alone, in an exact and in
 a plain batch. Answering alone takes most of the time: split the prompts over several runs with --count and --skip. The
 plain batch answers only the first --plain of them.
+
+Results are written after every part, since the next one may be cut short. Without a GPU no batch is exact; --ways plain
+tries the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from depthdecay.prompt_files import read_prompts
 from depthdecay.result_files import require_writable, write_result
 
 WAYS = ("plain", "exact")
+Save = Callable[[dict[str, Any]], None]
 
 
 def batcher_of(engine: Engine, way: str, rows: int, positions: int) -> Batcher:
@@ -75,30 +79,40 @@ def require_no_error(updates: Sequence[Any]) -> None:
             raise update.error
 
 
-def cost(arguments: argparse.Namespace) -> dict[str, Any]:
+def cost_lines(seen: dict[tuple[str, int], list[tuple[float, float]]], rows_tried: Sequence[int]) -> list[Any]:
+    """By number of rows, the fastest of all rounds so far."""
+    lines = []
+    for rows in rows_tried:
+        line: dict[str, Any] = {"rows": rows}
+        for way in WAYS:
+            if (way, rows) in seen:
+                read, step = (min(times) for times in zip(*seen[way, rows], strict=True))
+                line |= {f"{way}_step_ms": round(step, 3), f"{way}_read_ms": round(read, 1)}
+        if all((way, rows) in seen for way in WAYS):
+            line["exact_over_plain"] = round(line["exact_step_ms"] / line["plain_step_ms"], 3)
+        lines.append(line)
+    return lines
+
+
+def cost(arguments: argparse.Namespace, save: Save) -> None:
     device, dtype = choose_device(arguments.device), choose_dtype(arguments.dtype)
     assert dtype is not None
     numbers = [int(rows) for rows in arguments.rows.split(",")]
     # The first rows decode while others are prefilled, with at least 64 prompt tokens per step.
     positions = arguments.prompt + arguments.prompt * max(numbers) // 64 + arguments.steps + 64
     engine = Engine(random_model(arguments.shape, device, dtype), None, compile=True)
-    batchers = {way: batcher_of(engine, way, max(numbers), positions) for way in WAYS}
+    ways = arguments.ways.split(",")
+    batchers = {way: batcher_of(engine, way, max(numbers), positions) for way in ways}
     seen: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn in range(arguments.rounds):
         for rows in numbers:
-            for way in WAYS if turn % 2 == 0 else WAYS[::-1]:
+            for way in ways if turn % 2 == 0 else ways[::-1]:
                 times = timed_steps(batchers[way], rows, arguments.prompt, arguments.steps)
                 seen.setdefault((way, rows), []).append(times)
-    lines = []
-    for rows in numbers:
-        line: dict[str, Any] = {"rows": rows}
-        for way in WAYS:
-            read, step = (min(times) for times in zip(*seen[way, rows], strict=True))
-            line |= {f"{way}_step_ms": round(step, 3), f"{way}_read_ms": round(read, 1)}
-        line["exact_over_plain"] = round(line["exact_step_ms"] / line["plain_step_ms"], 3)
-        lines.append(line)
+        lines = cost_lines(seen, numbers)
+        save({"model": arguments.shape, "prompt": arguments.prompt, "rounds_done": turn + 1, "lines": lines})
+    for line in lines:
         print(" ".join(f"{name} {value}" for name, value in line.items()), flush=True)
-    return {"model": arguments.shape, "prompt": arguments.prompt, "lines": lines}
 
 
 # What it gives.
@@ -134,7 +148,7 @@ def differing(found: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) ->
     return len(firsts), statistics.median(firsts) if firsts else None
 
 
-def count(arguments: argparse.Namespace) -> dict[str, Any]:
+def count(arguments: argparse.Namespace, save: Save) -> None:
     from depthdecay.model.load import load
 
     companies = [int(number) for number in arguments.at.split(",")]
@@ -146,8 +160,14 @@ def count(arguments: argparse.Namespace) -> dict[str, Any]:
         sampling |= {"do_sample": True, "temperature": arguments.temperature, "top_p": 0.9, "seed": 1}
     requests = [prepare_request(engine, [prompt], arguments.tokens, dict(sampling)) for prompt in prompts]
     positions = max(len(request.prompts[0]) for request in requests) + arguments.tokens
-    lines = []
-    for way in WAYS[::-1]:
+    lines: list[dict[str, Any]] = []
+
+    def note(line: dict[str, Any]) -> None:
+        lines.append(line)
+        print(" ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+        save({"model": loaded.shown_name, "lines": lines})
+
+    for way in sorted(arguments.ways.split(",")):  # exact first: it is what the others are there for
         asked = requests if way == "exact" else requests[: arguments.plain]
         if not asked:
             continue
@@ -162,8 +182,7 @@ def count(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds = time.perf_counter() - begun
             number, first = differing(found, alone)
             line = {"way": way, "at_a_time": company, "answers": len(asked), "differing": number, "from_token": first}
-            lines.append(line | {"tokens_per_second": round(sum(map(len, found)) / seconds, 1)})
-            print(" ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+            note(line | {"tokens_per_second": round(sum(map(len, found)) / seconds, 1)})
         if way == "exact" and arguments.engine:
             single = [
                 engine.generate(request.prompts, arguments.tokens, mode="full", **sampling)[0].token_ids
@@ -171,11 +190,9 @@ def count(arguments: argparse.Namespace) -> dict[str, Any]:
             ]
             number, first = differing(single, alone[: arguments.engine])
             line = {"way": "Engine.generate", "at_a_time": 1, "answers": len(single), "differing": number}
-            lines.append(line | {"from_token": first})
-            print(" ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+            note(line | {"from_token": first})
         del batcher
         torch.cuda.empty_cache()
-    return {"model": loaded.name, "lines": lines}
 
 
 def parsed() -> argparse.Namespace:
@@ -199,6 +216,7 @@ def parsed() -> argparse.Namespace:
     counts.add_argument("--mode", choices=("full", "lossless"), default="full")
     counts.add_argument("--temperature", type=float, help="sample with a seed and top-p 0.9 (default: greedy)")
     for command in (costs, counts):
+        command.add_argument("--ways", default=",".join(WAYS))
         command.add_argument("--device")
         command.add_argument("--dtype", default="bf16")
         command.add_argument("--json", metavar="FILE")
@@ -209,11 +227,14 @@ def main() -> None:
     arguments = parsed()
     require_writable(arguments.json)
     begun = time.perf_counter()
-    figures = cost(arguments) if arguments.command == "cost" else count(arguments)
-    figures["whole_seconds"] = round(time.perf_counter() - begun, 1)
-    print(f"{figures['whole_seconds']} s")
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "model", "prompts")}
-    write_result(arguments.json, {"exact_batches": settings, **figures})
+
+    def save(figures: dict[str, Any]) -> None:
+        told = {**figures, "whole_seconds": round(time.perf_counter() - begun, 1)}
+        write_result(arguments.json, {"exact_batches": settings, **told})
+
+    (cost if arguments.command == "cost" else count)(arguments, save)
+    print(f"{time.perf_counter() - begun:.1f} s")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ from depthdecay.result_files import provenance, require_writable, write_result
         (["/opt/venv/bin/depthdecay", "bench", "-m", "/home/me/models/tiny"], "depthdecay bench -m tiny"),
         (["/src/depthdecay/__main__.py", "check", "--json"], "depthdecay check --json"),
         (["/home/me/experiments/study.py", "--seed", "3"], "python study.py --seed 3"),
+        (
+            ["study.py", "a=gsm8k:/home/me/test.jsonl,limit=3", "--to=/tmp/x"],
+            "python study.py a=gsm8k:test.jsonl,limit=3 --to=x",
+        ),
         ([""], "python"),  # interactive
     ],
 )

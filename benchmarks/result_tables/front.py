@@ -31,9 +31,9 @@ def newest(results: list[Result]) -> Result | None:
 
 
 def lossless_rows(result: Result) -> list[tuple[str, Result, Result]]:
-    """Each kind of text with its row at full depth and its row in lossless mode with prompt lookup."""
-    reports = result["lossless_texts"].items()
-    return [(name, report["lossless_rows"][0], report["lossless_rows"][-1]) for name, report in reports]
+    """Each kind of text with its row at full depth and its row in lossless mode with prompt lookup; greedy ones."""
+    reports = {name: one for name, one in result["lossless_texts"].items() if not one["settings"]["temperature"]}
+    return [(name, report["lossless_rows"][0], report["lossless_rows"][-1]) for name, report in reports.items()]
 
 
 def lossless_lines(result: Result) -> list[str]:

@@ -28,7 +28,8 @@ CAPTURED = (
 LOOKUP = " and lookup"  # the suffix of a method with prompt lookup
 TEXTS = (
     "One loaded model on several sets of prompts, one prompt at a time, full depth and lossless mode in turns; only "
-    "decoding is timed. Nothing was trained on these prompts unless the plan's name says so."
+    "decoding is timed. Drafted is the share of tokens that came from drafts. Nothing was trained on these prompts "
+    "unless the plan's name says so."
 )
 STEPS = (
     "The cost of passes, in full-depth steps, for random weights in the real shape; and the speed-up for a given "
@@ -64,7 +65,16 @@ LOSSLESS_COLUMNS: tuple[Column, ...] = (
 
 def _speed(row: Result) -> str:
     window = row["tokens_per_verification"]
-    return times(row["speedup"]) + ("" if window is None else f", {window:.2f} tokens per window")
+    if window is None:
+        return times(row["speedup"])
+    return f"{times(row['speedup'])}, {window:.2f} tokens per window, {row['accepted'] / row['tokens']:.0%} drafted"
+
+
+def _answered(settings: Result) -> list[str]:
+    """How answers were generated, in words."""
+    drawn = [f"temperature {settings['temperature']:g}"] if settings["temperature"] else []
+    drawn += [f"{name.replace('_', '-')} {settings[name]:g}" for name in ("top_p", "top_k") if name in settings]
+    return [f"up to {settings['new_tokens']} new tokens", *([f"sampled at {' and '.join(drawn)}"] if drawn else [])]
 
 
 def texts_section(results: list[Result]) -> list[str]:
@@ -74,8 +84,7 @@ def texts_section(results: list[Result]) -> list[str]:
         reports = result["lossless_texts"]
         settings = next(iter(reports.values()))["settings"]
         words = [
-            f"up to {settings['new_tokens']} new tokens",
-            *([f"sampled at temperature {settings['temperature']:g}"] if settings["temperature"] else []),
+            *(said := _answered(settings)),
             f"{settings['dtype']} on {machine({**result, 'settings': settings})}",
             *software(result),
         ]
@@ -86,7 +95,10 @@ def texts_section(results: list[Result]) -> list[str]:
             full, *drafted = report["lossless_rows"]
             by_lookup = {row["method"].endswith(LOOKUP): row for row in drafted}
             differ = max(row["answers_that_differ"] for row in drafted)
-            cells = [name, str(full["prompts"]), f"{full['tokens_per_second']:.0f}"]
+            own = [word for word in _answered(report["settings"]) if word not in said]
+            if "cut_off" in report["settings"]:
+                own += [f"cut off {report['settings']['cut_off']}"]
+            cells = [", ".join([name, *own]), str(full["prompts"]), f"{full['tokens_per_second']:.0f}"]
             cells += [_speed(by_lookup[lookup]) if lookup in by_lookup else MISSING for lookup in (False, True)]
             lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
         drafter = drafted[0]["method"].removeprefix("lossless, ").removesuffix(LOOKUP)

@@ -136,6 +136,11 @@ def chance(found: Result | None) -> str:
     return MISSING if found is None or found["p"] is None else f"{found['p']:.2g}"
 
 
+def measure(found: Result) -> str:
+    difference = found.get("difference_to_full")
+    return f"{found['mean']:.1%}" + ("" if difference is None else f", {points(difference)}")
+
+
 def answer_columns(result: Result) -> tuple[Column, ...]:
     """Columns of every task, then this one's extra measures and subtasks, then ours compared with each peer."""
     against = {(found["peer"], found["speedup"]): found for found in result["comparisons"]}
@@ -158,7 +163,7 @@ def answer_columns(result: Result) -> tuple[Column, ...]:
         ("wall-clock speed-up (measured)", lambda row: MISSING if on_cpu else times(row["wall_clock_speedup"])),
     ]
     for name in result["rows"][0]["measures"]:
-        columns.append((name, lambda row, name=name: f"{row['measures'][name]['mean']:.1%}"))  # type: ignore[misc]
+        columns.append((name, lambda row, name=name: measure(row["measures"][name])))  # type: ignore[misc]
     if result["rows"][0]["group_mean"] is not None:
         columns.append(("mean of subtasks", lambda row: f"{row['group_mean']:.1%}"))
     if against:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def _command() -> str:
     script = Path(sys.argv[0])
     is_ours = script.name == "depthdecay" or script.parts[-2:] == ("depthdecay", "__main__.py")
     program = ["depthdecay"] if is_ours else ["python", script.name]
-    given = ["=".join(map(_without_folders, argument.split("="))) for argument in sys.argv[1:]]
+    given = ["".join(map(_without_folders, re.split(r"([=,:])", argument))) for argument in sys.argv[1:]]
     return shlex.join(part for part in (*program, *given) if part)
 
 

@@ -330,15 +330,17 @@ def texts(date: str = "2026-11-16", differ: int = 0) -> dict[str, Any]:
         {"method": "lossless, learned head", "tokens_per_second": 1244.4, "speedup": 1.88},
         {"method": "lossless, learned head and lookup", "tokens_per_second": 1266.1, "speedup": 1.914},
     ]
-    rows = [{"prompts": 40, "answers_that_differ": differ, "tokens_per_verification": 2.5} | row for row in rows]
+    counted = {"prompts": 40, "answers_that_differ": differ, "tokens_per_verification": 2.5}
+    rows = [{**counted, "tokens": 5000, "accepted": 3000} | row for row in rows]
     settings = {"new_tokens": 128, "temperature": 0.0, "dtype": "bfloat16", "device": "cuda"}
     made = {key: result()[key] for key in ("commit", "machine", "versions")}
     report = {"settings": settings, "lossless_rows": rows}
+    drawn = {**settings, "temperature": 0.7, "top_p": 0.9, "cut_off": "after 40 of 80 prompts"}
     return made | {
         "model": "Qwen2.5-Coder-1.5B-Instruct",
         "command": "c",
         "date": date,
-        "lossless_texts": {"gsm8k": report},
+        "lossless_texts": {"gsm8k": report, "chat": {**report, "settings": drawn}},
     }
 
 
@@ -348,6 +350,10 @@ def test_the_readme_shows_the_newest_lossless_run_with_its_differences(folder: P
     assert run(folder) == 0
     (cell,) = cells(folder, start="| GSM8K")
     assert cell == ["GSM8K (school maths)", "661", "1266", "**1.91x**", "0 of 40"]
+    assert not cells(folder, start="| chat")  # sampled
+    document = (folder / "RESULTS.md").read_text(encoding="utf-8")
+    assert "| gsm8k | 40 | 661 | 1.880x, 2.50 tokens a window, 60% drafted |" in document
+    assert "| chat, sampled at temperature 0.7 and top-p 0.9, cut off after 40 of 80 prompts | 40 |" in document
 
 
 def test_pictures_lie_beside_the_document_and_are_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

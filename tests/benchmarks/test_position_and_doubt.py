@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
+import benchmark_scripts
 import pytest
 import torch
 from calibrations import decaying_plan, random_repairs, random_texts
@@ -17,13 +15,7 @@ from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.recording import Recording
 from depthdecay.model.layers import LayerStack
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "position_and_doubt.py"
-_SPEC = importlib.util.spec_from_file_location("position_and_doubt", _FILE)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-script: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["position_and_doubt"] = script  # dataclasses look their module up
-_SPEC.loader.exec_module(script)
+script = benchmark_scripts.script("position_and_doubt")
 
 
 def measured(agrees: list[int], doubt: list[float], layers: float) -> Any:

@@ -12,6 +12,7 @@ from reference import reference_tokens
 from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
+from depthdecay.calibration.text_batches import MostHaveEnded
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
@@ -160,6 +161,16 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.generate(PROMPTS[:1], max_new_tokens=30)[0].token_ids) == 30
     settings: dict[str, Any] = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
     assert len(engine.generate(PROMPTS[:1], max_new_tokens=30, **settings)[0].token_ids) == 30
+    never = MostHaveEnded(1, [], engine.device)
+    assert len(engine.generate(PROMPTS[:1], max_new_tokens=30, stopping_criteria=[never])[0].token_ids) == 30
+
+
+def test_rows_end_where_a_criterion_says() -> None:
+    def by_row(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return ids.shape[1] - max(map(len, PROMPTS)) >= 2 + torch.arange(len(ids), device=ids.device)
+
+    results = dd.Engine(on_gpu(), compile=False).generate(PROMPTS, 40, mode="full", stopping_criteria=by_row)
+    assert [len(result.token_ids) for result in results] == [2 + row for row in range(len(PROMPTS))]
 
 
 def test_graphs_are_captured_once() -> None:

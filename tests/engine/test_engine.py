@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import depthdecay as dd
+from depthdecay.engine.mailbox import LAG_STEPS, Mailbox
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.runners.kv_blocks import BLOCK
 
@@ -134,6 +136,32 @@ def test_logits_processors_and_stopping_criteria_are_accepted() -> None:
     assert result.token_ids == expected
     assert all(token % 2 == 0 for token in result.token_ids)
     assert result.finish_reason == "stop"
+
+
+def test_rows_end_where_a_criterion_says_however_late_the_host_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which the host does not wait for."""
+    asked = []
+
+    def by_row(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.append(ids.shape[1])
+        return ids.shape[1] - max(map(len, PROMPTS)) >= 2 + torch.arange(len(ids))
+
+    def answered() -> list[tuple[list[int], str | None, int]]:
+        asked.clear()
+        results = dd.Engine(tiny_model()).generate(PROMPTS, 40, mode="full", stopping_criteria=by_row)
+        return [(result.token_ids, result.finish_reason, sum(result.depths)) for result in results]
+
+    at_once, steps = answered(), len(asked)
+    collect = Mailbox.collect
+
+    def late(mailbox: Mailbox, everything: bool = False) -> Iterator[Any]:
+        return collect(mailbox) if everything or len(mailbox._underway) > LAG_STEPS else iter(())
+
+    monkeypatch.setattr(Mailbox, "collect", late)
+    assert answered() == at_once
+    assert [len(tokens) for tokens, _, _ in at_once] == [2 + row for row in range(len(PROMPTS))]
+    assert {reason for _, reason, _ in at_once} == {"stop"}
+    assert steps < len(asked) <= steps + LAG_STEPS
 
 
 def test_seeded_samples_are_the_same_alone_and_in_a_batch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +141,7 @@ def run_lossless_bench(
     peers: Sequence[str] = PEERS[:3],
     assistant: Any = None,
     temperature: float = 0.0,
+    sampling: Mapping[str, Any] | None = None,
     compile_layers: bool = True,
     compared: int | None = None,
     engines: dict[str, Engine] | None = None,
@@ -151,15 +152,18 @@ def run_lossless_bench(
     """Run every prompt with every method in turn, so that changes in machine load affect all of them alike.
 
     `plans` are drafters by label. Full depth and the last drafter run on all prompts; the others, some far slower, on
-    the first `compared`, and with 0 not at all. `save` gets the results so far now and then, so that a run that is cut
-    off is not lost. `engines`: from `bench_engines`, for several runs to share them and what they compiled. `lookups`:
-    with prompt lookup, without, or both.
+    the first `compared`, and with 0 not at all. `sampling`: further sampling settings, if there is a temperature.
+    `save` gets the results so far now and then, so that a run that is cut off is not lost. `engines`: from
+    `bench_engines`, for several runs to share them and what they compiled. `lookups`: with prompt lookup, without, or
+    both.
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
     engines = dict(engines or bench_engines(model, plans, compile_layers))
     full = engines.pop("full")
-    picked = {**PLAIN_GREEDY, **({"do_sample": True, "temperature": temperature, "seed": 0} if temperature else {})}
+    picked = dict(PLAIN_GREEDY)
+    if temperature:
+        picked |= {"do_sample": True, "temperature": temperature, "seed": 0, **(sampling or {})}
     ways: dict[str, Way] = {"full": partial(our_answer, full, new_tokens, "full", **picked)}
     for label, engine in engines.items():
         ours = partial(our_answer, engine, new_tokens, "lossless", **picked)
@@ -196,6 +200,7 @@ def run_lossless_bench(
             "compared": compared,
             "new_tokens": new_tokens,
             "temperature": temperature,
+            **(sampling or {}),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": torch.device(model.device).type,
             "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},

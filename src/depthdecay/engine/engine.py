@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -252,18 +253,18 @@ class Engine:
                 with torch.no_grad():
                     said = runner.run(_parts(request.prompts, plan, index), Ask(fed=tokens))
                     tokens, stopped = self._pick(said, sampler, request, index)
-                    mailbox.post(tokens)
+                    mailbox.post(tokens, stopped)
                 sent.append(said.layers_executed)
                 if index == 0:
                     mailbox.wait()
                     prefill_seconds = time.perf_counter() - started
                 is_last = index == request.max_new_tokens - 1
-                for number, arrived in mailbox.collect(everything=is_last or stopped is not None):
+                for number, arrived, ends in mailbox.collect(everything=is_last):
                     taken = zip(rows, arrived, strict=True)
                     yield [Piece(row.take(token, sent[number]), sent[number]) for row, token in taken]
-                for row, stop in zip(rows, stopped or [], strict=stopped is not None):
-                    if stop and not row.finished:
-                        row.end("stop")
+                    for row in itertools.compress(rows, ends):
+                        if not row.finished:
+                            row.end("stop")
                 if all(row.finished for row in rows):
                     break
             cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
@@ -282,8 +283,11 @@ class Engine:
 
     def _pick(
         self, said: Said, sampler: Sampler, request: Request, index: int
-    ) -> tuple[torch.Tensor, list[bool] | None]:
-        """The tokens T_index, and which rows end according to the user's stopping criteria, if any."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tokens T_index, and which rows end according to the user's stopping criteria, if any.
+
+        The flags stay on the device until the host catches up, so criteria may be called for steps past the end.
+        """
         criteria = request.stopping_criteria
         if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
             return said.likeliest, None
@@ -292,7 +296,7 @@ class Engine:
             sampler.record(tokens, index)
         if not criteria:
             return tokens, None
-        stopped: list[bool] = criteria(sampler.text(index + 1), scores).tolist()
+        stopped: torch.Tensor = criteria(sampler.text(index + 1), scores)
         return tokens, stopped
 
     @contextlib.contextmanager

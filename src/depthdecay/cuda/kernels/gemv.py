@@ -195,8 +195,13 @@ def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> tor
 
     `overlap` lets the kernel start before the preceding one has finished (programmatic dependent launch).
     """
-    if not x.is_cuda:
-        return torch.cat([x @ weight.t() for weight in weights], dim=1)
+    if x.is_cuda:
+        return multiply_one(x, weights, overlap)
+    return torch.cat([x @ weight.t() for weight in weights], dim=1)
+
+
+def multiply_one(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
+    """Start the kernel of `gemv`."""
     rows = sum(weight.shape[0] for weight in weights)
     columns = x.shape[1]
     y = x.new_empty((1, rows))

@@ -1,0 +1,68 @@
+"""Scripts that measure GPUs, tried on a CPU: an hour on the machine they are for is no place to find slips."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_scripts import BENCHMARKS, script
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def measured(name: str, *words: str) -> dict[str, Any]:
+        file = tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--device", "cpu", "--json", str(file)])
+        script(name).main()
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    return measured
+
+
+def test_a_step_by_settings_of_inductor(run: Any) -> None:
+    found = run("step_profile", "combo_kernels=true,x=16", "--shape", "tiny", "--tokens", "4", "--rounds", "2")
+    assert [row["setting"] for row in found["settings"]] == ["ours", "combo_kernels=true,x=16"]
+    assert all(row["same"] and len(row["rounds"]) == 2 and row["kernels"] for row in found["settings"])
+
+
+def test_settings_are_values_as_json_has_them() -> None:
+    options = script("step_profile").options_of
+    assert options("a.b=true,c=16,d=some") == {"a.b": True, "c": 16, "d": "some"}
+    assert options("ours") == {}
+
+
+def test_attention_over_long_texts_beside_others(run: Any) -> None:
+    words = ["--shapes", "tiny", "--positions", "32", "--dtype", "fp32", "--rounds", "1", "--tokens", "1,3"]
+    rows = run("long_attention", *words)["rows"]
+    assert [row["way"] for row in rows[:2]] == ["ours", "torch"]
+    assert all(row["differs_by"] < 1e-5 for row in rows if row["way"] == "torch")
+    assert all("error" in row for row in rows if row["way"] not in ("ours", "torch"))  # no vLLM here
+
+
+def test_what_exact_batches_cost(run: Any) -> None:
+    words = ["cost", "--shape", "tiny", "--rows", "1,3", "--prompt", "9", "--steps", "2", "--rounds", "1"]
+    with pytest.warns(UserWarning, match="compile"):
+        found = run("exact_batches", *words, "--ways", "plain", "--dtype", "fp32")
+    assert [line["rows"] for line in found["lines"]] == [1, 3]
+
+
+@pytest.mark.slow
+def test_a_plan_on_several_tasks(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    plan = BENCHMARKS.parent / "src" / "depthdecay" / "data" / "smollm2-135m"
+    words = ["--model", "smollm2-135m", "--device", "cpu", "--plan", str(plan), "--out", str(tmp_path / "suite")]
+    words += ["--speedups", "1.1", "--batch", "2", f"gsm8k:{data},tokens=3,limit=1", "--go-on"]
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["task_suite.py", *words])
+        script("task_suite").main()
+    found = json.loads((tmp_path / "suite-gsm8k.json").read_text())
+    assert [(row["method"], row["asked_speedup"]) for row in found["rows"]] == [("full", None), ("depthdecay", 1.1)]
+    assert found["settings"]["max_new_tokens"] == 3
+    assert "suite-gsm8k.json is there" in capsys.readouterr().out
