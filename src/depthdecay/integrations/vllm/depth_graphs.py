@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 
-from depthdecay.integrations.vllm.depth_passes import DepthPass, PassKind
+from depthdecay.integrations.vllm.depth_passes import DepthPass, Kernels, PassKind
 from depthdecay.integrations.vllm.layer_rows import Step
 from depthdecay.integrations.vllm.settings import ServerDepth
 from depthdecay.model.repairs import reached_depths
@@ -29,11 +30,13 @@ class DepthGraphs:
     A step takes the least captured depth that all of its rows fit into. Whoever is shallower is masked.
     """
 
-    def __init__(self, model: Any, max_tokens: int, device: torch.device, wrap: Wrap) -> None:
+    def __init__(
+        self, model: Any, max_tokens: int, device: torch.device, wrap: Wrap, kernels: Kernels = nullcontext
+    ) -> None:
         self.num_layers: int = model.depth.plan.num_layers
         self.depths = captured_depths(model.depth)
         self.row_depths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self.passes = {kind: wrap(DepthPass(model, kind, self.row_depths)) for kind in self._kinds()}
+        self.passes = {kind: wrap(DepthPass(model, kind, self.row_depths, kernels)) for kind in self._kinds()}
         self.captured: set[tuple[PassKind, Any]] = set()
         self.steps: Counter[str] = Counter()
 
@@ -69,16 +72,16 @@ class DepthGraphs:
             in_graph = False
         if kind.masked:
             padded = context.batch_descriptor.num_tokens if in_graph else len(self.row_depths)
-            self._write_depths(step.depths, padded)
+            self.write_depths(step.depths, padded)
         self.steps["decayed, replayed" if in_graph else "decayed, no graph"] += 1
         return self.passes[kind]
 
-    def _write_depths(self, depths: np.ndarray, padded: int) -> None:
-        """Rows that only fill the batch up are at depth 0: they write nothing."""
-        filled = np.zeros(padded, dtype=np.int32)
-        filled[: len(depths)] = depths
-        # From memory that is not pinned, so that it may be let go of at once.
-        self.row_depths[:padded].copy_(torch.from_numpy(filled))
+    def write_depths(self, depths: np.ndarray, padded: int) -> None:
+        """Rows that only pad the batch are at depth 0: they write nothing."""
+        filled = torch.zeros(padded, dtype=torch.int32, pin_memory=self.row_depths.is_cuda)
+        filled[: len(depths)] = torch.from_numpy(depths)
+        # Without waiting for the step before: pinned memory is not reused until the copy has run.
+        self.row_depths[:padded].copy_(filled, non_blocking=True)
 
 
 def captured_depths(depth: ServerDepth) -> list[int]:
@@ -138,7 +141,7 @@ def _add_mixed_keys(runner: Any) -> None:
 
     def with_mixed(cudagraph_mode: Any, *more: Any, **named: Any) -> None:
         initialize(cudagraph_mode, *more, **named)
-        if cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or not _any_batch(runner):
+        if cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or not takes_any_batch(runner):
             return
         for size in dispatcher.compilation_config.cudagraph_capture_sizes:
             key = dispatcher._create_padded_batch_descriptor(size, False, False)
@@ -147,7 +150,7 @@ def _add_mixed_keys(runner: Any) -> None:
     dispatcher.initialize_cudagraph_keys = with_mixed
 
 
-def _any_batch(runner: Any) -> bool:
+def takes_any_batch(runner: Any) -> bool:
     """Whether attention can be captured for batches with prompts, as FlashAttention 3 can."""
     from vllm.v1.attention.backend import AttentionCGSupport
 

@@ -7,7 +7,8 @@ go through it as well, keep the state they had, and write no keys and values the
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from depthdecay.plan.ladder import Ladder
 # vLLM's kernels write nothing for such a slot.
 _NO_SLOT = -1
 
+Kernels = Callable[[], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True)
 class PassKind:
@@ -34,8 +37,9 @@ class PassKind:
 class DepthPass:
     """The model as a function of one kind of pass. What it reads of a step lies in buffers that stay where they are."""
 
-    def __init__(self, model: Any, kind: PassKind, row_depths: torch.Tensor) -> None:
+    def __init__(self, model: Any, kind: PassKind, row_depths: torch.Tensor, kernels: Kernels = nullcontext) -> None:
         self.model = model
+        self.kernels = kernels
         self.kind = kind
         self.row_depths = row_depths
         ladder: Ladder = model.depth.plan.ladder
@@ -53,6 +57,16 @@ class DepthPass:
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
         assert positions is not None
+        with self.kernels():
+            return self._run(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any,
+        inputs_embeds: torch.Tensor | None,
+    ) -> Any:
         inner = self.model.model
         hidden, residual = first_state(inner, input_ids, intermediate_tensors, inputs_embeds)
         if residual is None:

@@ -21,9 +21,18 @@ Attend = Callable[[Rows], Attention]
 class DepthStep:
     """What the model runner hands to the model: the step, and how attention is told about some of its rows."""
 
-    def __init__(self, step: Step, attend: Attend) -> None:
+    def __init__(
+        self,
+        step: Step,
+        attend: Attend,
+        run_instead: Callable[..., Any] | None = None,
+        on_run: Callable[[Step], None] | None = None,
+    ) -> None:
         self.step = step
         self._attend = attend
+        # With graphs by depth: the pass that runs all rows to one depth, and who counts steps without a graph.
+        self.run_instead = run_instead
+        self.on_run = on_run
         self._told: dict[int, Attention] = {}
 
     def tell_attention(self, rows: Rows, layer_name: str) -> None:

@@ -53,8 +53,12 @@ class DepthDecayMixin:
     ) -> Any:
         if depth_step is None and not self.in_dummy_run:
             _refuse_to_guess()
+        if depth_step is not None and depth_step.on_run is not None:
+            depth_step.on_run(depth_step.step)
         if depth_step is None or depth_step.step.is_full:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
+        if depth_step.run_instead is not None:
+            return depth_step.run_instead(input_ids, positions, intermediate_tensors, inputs_embeds)
         inner = self.model  # type: ignore[attr-defined]
         return run_layers(inner, depth_step, self.repairs, input_ids, positions, intermediate_tensors, inputs_embeds)
 

@@ -76,13 +76,26 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
 
 
 def _reasons_against_graphs(vllm_config: Any) -> Iterator[str]:
+    """The second runner takes vLLM's compiler and graphs as they come; the first one graphs without the compiler."""
+    from vllm import envs
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    if compilation.mode != CompilationMode.NONE or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+    mode, graphs = compilation.mode, compilation.cudagraph_mode
+    # None: vLLM decides after this, for compilation and for full graphs of decode batches.
+    if vllm_config.use_v2_model_runner:
+        if mode not in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+            yield f"depth decay cannot run in a model that is compiled as a whole; use mode 0 or 3, not {mode.name}"
+        if graphs not in (None, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+            yield (
+                f"depth decay replays full CUDA graphs of decode batches, which cudagraph_mode {graphs.name} does not "
+                "have; use FULL_AND_PIECEWISE or FULL_DECODE_ONLY, or --enforce-eager"
+            )
+        if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+            yield "breakable CUDA graphs would replay the first step's depth; unset VLLM_USE_BREAKABLE_CUDAGRAPH"
+    elif mode != CompilationMode.NONE or graphs != CUDAGraphMode.FULL_DECODE_ONLY:
         yield (
-            "depth decay chooses layers anew in each step, which compiled code and vLLM's own CUDA graphs would freeze "
-            f"at the first step's depth; add --enforce-eager, or --compilation-config '{GRAPHS}' for graphs by depth"
+            "depth decay chooses layers in each step, which compiled code and CUDA graphs of vLLM's first model runner "
+            f"would freeze at the first step's depth; add --enforce-eager, or --compilation-config '{GRAPHS}' for "
+            "graphs by depth"
         )
-    elif vllm_config.use_v2_model_runner:
-        yield "graphs by depth are written for vLLM's first model runner; set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -20,7 +20,7 @@ else:
 
 
 class DepthDecayWorker(PlatformWorker):
-    """The second runner asks the model itself (`model_state`), so there is nothing to add for it."""
+    """The second runner asks the model for depths itself (`model_state`), and only needs its graphs."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -44,6 +44,11 @@ class DepthDecayWorker(PlatformWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         check_blocks(self.model_runner.attn_groups)
+        if self.use_v2_model_runner:
+            from depthdecay.integrations.vllm.second_runner_graphs import install_second_runner_graphs
+
+            installed = install_second_runner_graphs(self.model_runner)
+            self.model_runner.depth_graphs = None if installed is None else installed.graphs
 
     def depth_steps(self) -> dict[str, int]:
         """How many steps were replayed from graphs and how many were not, for `LLM.collective_rpc`."""
