@@ -43,6 +43,7 @@ def bench_vllm(
     rates: Annotated[str, typer.Option(help="With --ways: Poisson arrivals, requests per second.")] = "",
     rate_seconds: Annotated[float, typer.Option(help="With --rates: how long requests arrive.")] = 10,
     graph_depths: Annotated[int | None, typer.Option(help="With --ways: at most so many depths get graphs.")] = None,
+    group_wait_ms: Annotated[float | None, typer.Option(help="With --ways: new requests wait for each other.")] = None,
     way_timeout: Annotated[float, typer.Option(help="With --ways: seconds after which a way is stopped.")] = 300,
     resume: Annotated[bool, typer.Option(help="With --ways: measure only what the JSON file does not hold.")] = False,
     json_file: opt.JsonFile = None,
@@ -53,6 +54,7 @@ def bench_vllm(
     if ways is not None:
         settings: dict[str, Any] = {"new_tokens": new_tokens, "prompt_tokens": prompt_tokens, "rounds": rounds}
         settings |= {"dtype": dtype, "graph_depths": graph_depths, "rate_seconds": rate_seconds}
+        settings["group_wait_ms"] = group_wait_ms
         files = {"head": head, "plan": plan, "prompts": prompts}
         run = {"way_timeout": way_timeout, "batches": _numbers("--batches", batches, int)}
         run["rates"] = _numbers("--rates", rates, float)
@@ -212,7 +214,8 @@ def _print_ways(model: str, found: dict[str, Any]) -> None:
         facts += [f"graphs take {engine['graph_gib']} GiB"] if "graph_gib" in engine else []
         steps = engine.get("steps") or {}
         if sum(steps.values()):
-            replayed = sum(count for kind, count in steps.items() if kind.endswith("replayed")) / sum(steps.values())
+            eager = sum(count for kind, count in steps.items() if kind.endswith("no graph"))
+            replayed = 1 - eager / sum(steps.values())
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(steps.items()))
             facts.append(f"{replayed:.1%} of steps replayed ({counts})")
         console.print(f"{way}: {'; '.join(facts)}", markup=False, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,16 @@ def serve(
     window: Annotated[
         int | None, typer.Option(metavar="N", help="In lossless mode: drafts a step [3].", rich_help_panel="Depth")
     ] = None,
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs", help="Capture CUDA graphs by depth, with vLLM's compiler.", rich_help_panel="Depth"),
+    ] = False,
+    group_wait_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS", help="Let new requests wait up to so long to start together.", rich_help_panel="Depth"
+        ),
+    ] = None,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
     """Serve a model with vLLM, such as serve M --plan plan/ --tensor-parallel-size 2; takes all flags of vllm serve."""
@@ -46,6 +57,8 @@ def serve(
         raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless, or vllm serve itself for full depth")
     if window is not None and mode != "lossless":
         raise DepthDecayError("--window counts drafts, and was given without --mode lossless")
+    if mode == "lossless" and (graphs or group_wait_ms is not None):
+        raise DepthDecayError("--graphs and --group-wait-ms are for depth decay; in lossless mode vLLM is stock's own")
     if mode == "lossless":
         _serve(_lossless_words(context.args, model, plan, window, allow_other_weights))
         return
@@ -62,15 +75,30 @@ def serve(
     settings = _depth_settings(plan, config.num_hidden_layers)
     if allow_other_weights:
         settings["allow_other_weights"] = True
+    if group_wait_ms is not None:
+        settings["group_wait_ms"] = group_wait_ms
     stock = (config.architectures or ["an unknown architecture"])[0]
     if stock not in ARCHITECTURES:
         raise DepthDecayError(f"{stock} is not served with depth decay; known are {', '.join(ARCHITECTURES)}")
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
-    eager = not _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
-    words = ["--enforce-eager"] if eager else []
+    chosen = _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
+    if graphs and chosen:
+        raise DepthDecayError("--graphs sets --compilation-config; leave --enforce-eager and --compilation-config out")
+    words = [] if chosen else ["--enforce-eager"]
+    if graphs:
+        words = ["--compilation-config", _graph_settings()]
     names = _names(context.args, model, folder)
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
+
+
+def _graph_settings() -> str:
+    """vLLM's own, with fewer sizes; the first model runner captures without the compiler."""
+    from depthdecay.integrations.vllm.refusals import GRAPHS
+    from depthdecay.integrations.vllm.settings import CAPTURE_SIZES
+
+    first_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    return json.dumps({**(json.loads(GRAPHS) if first_runner else {}), "cudagraph_capture_sizes": list(CAPTURE_SIZES)})
 
 
 def _lossless_words(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Answers, our_engine, save_tiny_model, stock_engine
+from vllm_engines import Answers, our_engine, save_tiny_model, stock_engine, use_masked_passes
 
 from depthdecay.integrations.vllm import is_installed
 from depthdecay.model import load as models
@@ -66,6 +66,19 @@ def ours(smollm2: str) -> Any:
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
     )
+
+
+@pytest.fixture
+def graphs(ours: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return use_masked_passes(ours, monkeypatch)
+
+
+@pytest.fixture(params=["row by row", "masked"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Each layer on the rows that need it, or all rows masked, as graphs run them."""
+    if request.param == "masked":
+        request.getfixturevalue("graphs")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_engines import Answers, answered, asked
+from vllm_engines import Answers, answered, asked, runner_of
 
 from depthdecay.integrations.vllm.settings import server_depth
 from depthdecay.model.repairs import Repairs
@@ -17,36 +17,6 @@ from depthdecay.plan.file import EMBEDDED_PLAN
 TOKENS = 32
 TEXTS = ["The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):\n", "Water boils"]
 DEPTHS: list[Any] = [{"alpha": 0.95}, {"alpha": 1}, {"alpha": "0.99", "warmup_tokens": 4}, {"alpha": 0.9, "horizon": 9}]
-
-
-class _Everything:
-    def __contains__(self, key: Any) -> bool:
-        return True
-
-
-def runner_of(engine: Any) -> Any:
-    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-@pytest.fixture
-def graphs(ours: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As on a GPU where graphs of all batches were captured; the passes themselves are called."""
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context
-
-    from depthdecay.integrations.vllm import depth_graphs
-
-    def in_full_mode() -> Any:
-        slots = next(iter(get_forward_context().slot_mapping.values()))
-        descriptor = SimpleNamespace(num_tokens=len(slots))
-        return SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=descriptor)
-
-    monkeypatch.setattr(depth_graphs, "get_forward_context", in_full_mode)
-    runner = runner_of(ours)
-    made = depth_graphs.DepthGraphs(runner.get_model(), runner.max_num_tokens, runner.device, lambda function: function)
-    made.captured = _Everything()  # type: ignore[assignment]
-    monkeypatch.setattr(runner, "depth_graphs", made)
-    return made
 
 
 def plan_of(depth: Any) -> Any:

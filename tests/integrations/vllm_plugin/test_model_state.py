@@ -27,7 +27,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.model = SimpleNamespace(depth=server_depth({"alpha": 0.9}, 8))
     made.device = torch.device("cpu")
     made.rope_state = made.prompt_embeds_state = made._attend = None
-    made._plans = {}
+    made._plans, made._prompts = {}, {}
     return made
 
 
@@ -42,8 +42,9 @@ class Group:
 
 def test_rows_go_as_deep_as_their_requests_ask_and_dummies_all_the_way(state: Any) -> None:
     params = SimpleNamespace(extra_args={"depth_decay": {"alpha": 0.5}})
-    state.add_request(3, SimpleNamespace(req_id="fast", sampling_params=params))
-    state.add_request(1, SimpleNamespace(req_id="plain", sampling_params=SimpleNamespace(extra_args=None)))
+    state.add_request(3, SimpleNamespace(req_id="fast", sampling_params=params, prompt_token_ids=[1] * 7))
+    plain = SimpleNamespace(extra_args=None)
+    state.add_request(1, SimpleNamespace(req_id="plain", sampling_params=plain, prompt_token_ids=[1] * 10))
     batch = SimpleNamespace(
         req_ids=["plain", "fast", "made up"],
         idx_mapping_np=np.array([1, 3, 0]),

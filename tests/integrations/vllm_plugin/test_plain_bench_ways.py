@@ -129,7 +129,7 @@ def test_the_command_writes_a_result_file_and_shows_it(
 
 
 def test_the_server_captures_the_depths_of_all_methods() -> None:
-    settings = way_settings("decay", "LlamaForCausalLM", 32, 256, None, None, graph_depths=4)
+    settings = way_settings("decay", "LlamaForCausalLM", 32, 256, None, None, {"graph_depths": 4})
     assert settings["engine"]["hf_overrides"]["depth_decay"]["graph_depths"] == 4
     other = way_settings("decay-v1", "LlamaForCausalLM", 32, 256, None, None)
     assert not settings["methods"].keys() & other["methods"].keys()

@@ -123,6 +123,10 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
             "--speculative-config is set by --mode lossless",
         ),
         (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--window", "0"], "--window is 0"),
+        (
+            ["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--graphs"],
+            "--graphs and --group-wait-ms are for depth",
+        ),
         (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "-pp", "2"], "leave --pipeline-parallel-size out"),
     ],
 )

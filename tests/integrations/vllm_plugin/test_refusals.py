@@ -30,6 +30,8 @@ def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_schedule
     assert config.parallel_config.worker_cls == "depthdecay.integrations.vllm.worker.DepthDecayWorker"
     assert config.scheduler_config.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
     assert configured(tiny, enable_prefix_caching=False).scheduler_config.scheduler_cls is None
+    waiting = configured(tiny, enable_prefix_caching=False, depth_decay={"group_wait_ms": 50}).scheduler_config
+    assert waiting.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,32 @@ def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
         monkeypatch.setattr(getattr(config, part), name, value)
     with pytest.raises(DepthDecayError, match=re.escape(message)):
         DepthDecayModelConfig.verify_and_update_config(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": 2}, "use mode 0 or 3, not DYNAMO_TRACE_ONCE"),
+        ({"cudagraph_mode": "PIECEWISE"}, "which cudagraph_mode PIECEWISE does not have"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, None),
+        ({}, None),
+    ],
+)
+def test_the_second_runner_takes_full_graphs_of_decode_batches(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str | None
+) -> None:
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from depthdecay.integrations.vllm import refusals
+
+    config = configured(tiny)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    monkeypatch.setattr(config, "compilation_config", CompilationConfig(**values))
+    monkeypatch.setattr(refusals, "GRAPHS_IN_SECOND_RUNNER", True)
+    reasons = list(refusals._reasons_against_graphs(config))
+    assert [message in reason for reason in reasons] == [True] if message else not reasons
+    monkeypatch.setattr(refusals, "GRAPHS_IN_SECOND_RUNNER", False)
+    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in next(refusals._reasons_against_graphs(config))
 
 
 def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,14 @@ def prompts(engine_answers: Answers) -> list[list[int]]:
     return [engine_answers.ids(text) for text in TEXTS]
 
 
+@pytest.mark.usefixtures("way")
 def test_full_depth_is_stock_vllm(ours: Any, stock: Any, prompts: list[list[int]]) -> None:
     expected = answered(stock, prompts, asked(TOKENS))
     assert answered(ours, prompts, asked(TOKENS, {"alpha": 1})) == expected
     assert answered(ours, prompts, asked(TOKENS, '{"alpha": 0.95}')) != expected
 
 
+@pytest.mark.usefixtures("way")
 def test_a_decayed_answer_is_our_engines_alone_and_in_a_mixed_batch(
     ours: Any, engine_answers: Answers, prompts: list[list[int]]
 ) -> None:
@@ -54,6 +56,7 @@ def test_without_a_word_a_request_gets_the_servers_plan(
     assert expected != engine_answers(prompts[1], Plan.full(30), tokens)
 
 
+@pytest.mark.usefixtures("way")
 def test_long_prompts_in_pieces_and_requests_that_are_put_off(
     ours: Any, engine_answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,8 +80,8 @@ def test_long_prompts_in_pieces_and_requests_that_are_put_off(
         assert got[number] == engine_answers(long[number], plan_of(depths[number]), 40)
 
 
-def test_the_prefix_cache_holds_prompts_but_no_decayed_text(ours: Any, engine_answers: Answers) -> None:
-    prompt = engine_answers.ids("A prefix that is long enough to fill blocks of the cache. " * 5)[:64]
+def test_the_prefix_cache_holds_prompts_but_no_decayed_text(ours: Any, engine_answers: Answers, way: str) -> None:
+    prompt = engine_answers.ids(f"A prefix, {way}, that is long enough to fill blocks of the cache. " * 5)[:64]
     first = answered(ours, [prompt], asked(40, {"alpha": 0.9}))[0]
     text = [*prompt, *first]
     output = ours.generate([{"prompt_token_ids": text}], asked(8, {"alpha": 1}), use_tqdm=False)[0]
@@ -110,6 +113,7 @@ def test_decayed_text_that_is_computed_again_is_not_found_where_another_wrote_it
     assert found({"alpha": 0.9}) == 64
 
 
+@pytest.mark.usefixtures("way")
 def test_an_aborted_request_leaves_the_others_as_they_are(
     ours: Any, engine_answers: Answers, prompts: list[list[int]]
 ) -> None:

@@ -45,10 +45,11 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from depthdecay.integrations.vllm.admission import install
+    from depthdecay.integrations.vllm import admission, metrics
     from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
 
     for name in ARCHITECTURES.values():
         ModelRegistry.register_model(name, f"depthdecay.integrations.vllm.models:{name}")
         MODELS_CONFIG_MAP[name] = DepthDecayModelConfig
-    install()
+    admission.install()
+    metrics.install()

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from depthdecay.integrations.vllm.bench_ways import CAPTURE_SIZES, DRAFTS, workload_name
-from depthdecay.integrations.vllm.settings import KEY
+from depthdecay.integrations.vllm.bench_ways import DRAFTS, workload_name
+from depthdecay.integrations.vllm.settings import CAPTURE_SIZES, KEY
 
 Row = dict[str, Any]
 # Nobody reads answers in a result file, but whether two of them are equal is of interest.

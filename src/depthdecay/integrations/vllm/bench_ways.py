@@ -28,8 +28,6 @@ from depthdecay.plan.plan import Plan
 DECAY_WAYS = ("decay", "decay-v1", "decay-eager")
 WAYS = ("stock", "ngram", "ngram-gpu", "suffix", "head", *DECAY_WAYS, "engine")
 SPEEDUPS = ("1.25", "1.5")
-# Fewer than vLLM's 51 by default: graphs by depth are captured for each of them.
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DRAFTS = 3
 _NGRAM = {"num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _SPECULATION: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +71,7 @@ def run_ways(
     rounds: int = 3,
     dtype: str = "bfloat16",
     graph_depths: int | None = None,
+    group_wait_ms: float | None = None,
     way_timeout: float = 300,
     before: Found | None = None,
     log_folder: Path | None = None,
@@ -90,9 +89,10 @@ def run_ways(
         **{"new_tokens": new_tokens, "prompt_tokens": prompt_tokens, "rounds": rounds, "rate_seconds": rate_seconds},
         "prompts": None if prompts is None else [list(prompt) for prompt in prompts],
     }
+    depth = {"graph_depths": graph_depths, "group_wait_ms": group_wait_ms}
     found: Found = {"rows": list((before or {}).get("rows", ())), "engines": dict((before or {}).get("engines", {}))}
     for way in ways:
-        settings = way_settings(way, stock, num_layers, new_tokens, head, plan, graph_depths)
+        settings = way_settings(way, stock, num_layers, new_tokens, head, plan, depth)
         missing = _missing(settings["methods"], batches, rates, found["rows"])
         if not missing:
             progress(f"{way}: already measured")
@@ -151,7 +151,7 @@ def way_settings(
     new_tokens: int,
     head: str | None,
     plan: str | None,
-    graph_depths: int | None = None,
+    server: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What vLLM is started with, and by the method's name what requests ask of it."""
     if way == "stock":
@@ -167,8 +167,7 @@ def way_settings(
     plans = {speedup: Plan.for_speedup(num_layers, speedup, over_tokens=new_tokens) for speedup in SPEEDUPS}
     # The server's plan decides which depths are captured: those of the fastest plan include those of the others.
     depth: dict[str, Any] = {"plan": plan} if plan is not None else server_settings(plans[SPEEDUPS[-1]])
-    if graph_depths is not None:
-        depth["graph_depths"] = graph_depths
+    depth |= {name: value for name, value in (server or {}).items() if value is not None}
     asked: dict[str, Any] = {"full depth": {"alpha": 1}}
     if plan is None:
         asked |= {f"{speedup}x fewer": _request_settings(made) for speedup, made in plans.items()}

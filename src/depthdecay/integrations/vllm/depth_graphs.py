@@ -39,6 +39,8 @@ class DepthGraphs:
         self.passes = {kind: wrap(DepthPass(model, kind, self.row_depths, kernels)) for kind in self._kinds()}
         self.captured: set[tuple[PassKind, Any]] = set()
         self.steps: Counter[str] = Counter()
+        self.last_step: str | None = None
+        self.last_tokens = 0
 
     def _kinds(self) -> Iterator[PassKind]:
         for depth in self.depths:
@@ -63,7 +65,7 @@ class DepthGraphs:
         context = get_forward_context()
         in_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if step.is_full:
-            self.steps["full depth, replayed" if in_graph else "full depth, no graph"] += 1
+            self.count("full depth, replayed" if in_graph else "full depth, no graph", step)
             return None
         kind = self.kind_of(step)
         if in_graph and (kind, context.batch_descriptor) not in self.captured:
@@ -73,8 +75,13 @@ class DepthGraphs:
         if kind.masked:
             padded = context.batch_descriptor.num_tokens if in_graph else len(self.row_depths)
             self.write_depths(step.depths, padded)
-        self.steps["decayed, replayed" if in_graph else "decayed, no graph"] += 1
+        self.count("decayed, replayed" if in_graph else "decayed, no graph", step)
         return self.passes[kind]
+
+    def count(self, kind: str, step: Step) -> None:
+        """One more step of this kind, one of `metrics.KINDS`."""
+        self.steps[kind] += 1
+        self.last_step, self.last_tokens = kind, len(step.depths)
 
     def write_depths(self, depths: np.ndarray, padded: int) -> None:
         """Rows that only pad the batch are at depth 0: they write nothing."""

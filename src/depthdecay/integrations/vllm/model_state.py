@@ -30,7 +30,7 @@ class DepthDecayModelState(DefaultModelState):
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
         self._plans[new_req_data.req_id] = self._plan_of(new_req_data)
-        self._prompts[new_req_data.req_id] = len(new_req_data.prompt_token_ids)
+        self._prompts[new_req_data.req_id] = len(new_req_data.prompt_token_ids or ())
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)

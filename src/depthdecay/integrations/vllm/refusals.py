@@ -9,6 +9,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from depthdecay.errors import DepthDecayError
 from depthdecay.integrations.vllm import ARCHITECTURES
+from depthdecay.integrations.vllm.releases import GRAPHS_IN_SECOND_RUNNER
 from depthdecay.integrations.vllm.settings import depth_of
 from depthdecay.plan.identity import config_identity
 
@@ -29,9 +30,10 @@ class DepthDecayModelConfig(VerifyAndUpdateConfig):
         model = vllm_config.model_config
         config = model.hf_config
         stock = {ours: theirs for theirs, ours in ARCHITECTURES.items()}[model.architecture]
-        depth_of(config).check_shape(config_identity(config, stock))
+        depth = depth_of(config)
+        depth.check_shape(config_identity(config, stock))
         vllm_config.parallel_config.worker_cls = _WORKER
-        if vllm_config.cache_config.enable_prefix_caching:
+        if vllm_config.cache_config.enable_prefix_caching or depth.group_wait_ms:
             vllm_config.scheduler_config.scheduler_cls = _SCHEDULER
 
 
@@ -73,6 +75,8 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
             "a prefix cache must not hold decayed text, which the scheduler given by --scheduler-cls does not know; "
             "leave it out, or add --no-enable-prefix-caching"
         )
+    if scheduler.scheduler_cls not in (None, _SCHEDULER) and depth_of(model.hf_config).group_wait_ms:
+        yield "group_wait_ms needs depth decay's scheduler; leave --scheduler-cls out"
 
 
 def _reasons_against_graphs(vllm_config: Any) -> Iterator[str]:
@@ -84,6 +88,11 @@ def _reasons_against_graphs(vllm_config: Any) -> Iterator[str]:
     mode, graphs = compilation.mode, compilation.cudagraph_mode
     # None: vLLM decides after this, for compilation and for full graphs of decode batches.
     if vllm_config.use_v2_model_runner:
+        if not GRAPHS_IN_SECOND_RUNNER:
+            yield (
+                "in this release of vLLM, graphs by depth are written for the first model runner; set "
+                "VLLM_USE_V2_MODEL_RUNNER=0, or add --enforce-eager"
+            )
         if mode not in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
             yield f"depth decay cannot run in a model that is compiled as a whole; use mode 0 or 3, not {mode.name}"
         if graphs not in (None, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):

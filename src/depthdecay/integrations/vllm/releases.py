@@ -9,6 +9,8 @@ from typing import Any
 import vllm
 
 IS_0_26 = str(vllm.__version__).startswith("0.26.")
+# The graph manager of the second model runner is another one in 0.32.
+GRAPHS_IN_SECOND_RUNNER = IS_0_26
 
 
 def watch_beam_search(check: Callable[[Any], None]) -> None:

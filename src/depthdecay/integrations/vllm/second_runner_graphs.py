@@ -86,10 +86,11 @@ class SecondRunnerGraphs:
 
     def replay(self, desc: Any) -> Any:
         step, self.step = self.step, None
-        if step is None or step.is_full:
-            self.graphs.steps["full depth, replayed"] += 1
+        assert step is not None
+        if step.is_full:
+            self.graphs.count("full depth, replayed", step)
             return self._replay(desc)
-        self.graphs.steps["decayed, replayed"] += 1
+        self.graphs.count("decayed, replayed", step)
         manager = self.managers[self.graphs.kind_of(step)]
         if desc not in manager.graphs:
             assert self.mixed is not None, desc
@@ -101,9 +102,9 @@ class SecondRunnerGraphs:
         self.step = None
         if step.is_full:
             in_pieces = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-            self.graphs.steps["full depth, in pieces" if in_pieces else "full depth, no graph"] += 1
+            self.graphs.count("full depth, in pieces" if in_pieces else "full depth, no graph", step)
             return
-        self.graphs.steps["decayed, no graph"] += 1
+        self.graphs.count("decayed, no graph", step)
         logger.warning_once(
             "no CUDA graph was captured for %s rows of which some are decayed, so this step and others like it run "
             "eagerly; a larger size in cudagraph_capture_sizes may capture it",

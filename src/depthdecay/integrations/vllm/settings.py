@@ -18,9 +18,11 @@ from depthdecay.plan.schedule import FullSchedule, PowerSchedule, exact_alpha
 KEY = "depth_decay"
 _SHAPE = ("alpha", "warmup_tokens", "min_layers", "horizon")
 _LADDER = ("core_head", "core_tail", "drop_order")
-_SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights", "graph_depths")
+_SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights", "graph_depths", "group_wait_ms")
 # Graphs are captured for so many depths: enough that a step runs less than a layer too many, in seconds of start-up.
 _GRAPH_DEPTHS = 16
+# Fewer batch sizes than vLLM captures by default: graphs by depth are captured for each of them.
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Requests repeat themselves; a server that is asked for ever new depths must not fill its memory with them.
 _REMEMBERED = 1024
 
@@ -32,6 +34,7 @@ class ServerDepth:
     plan: Plan
     allow_other_weights: bool = False
     graph_depths: int = _GRAPH_DEPTHS
+    group_wait_ms: float = 0.0
     _asked: dict[str, Plan] = field(default_factory=dict, repr=False)
 
     @property
@@ -101,6 +104,9 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
     graph_depths = given.pop("graph_depths", _GRAPH_DEPTHS)
     if not isinstance(graph_depths, int) or isinstance(graph_depths, bool) or graph_depths < 2:
         raise DepthDecayError(f"{KEY}: graph_depths is {graph_depths!r}; expected a whole number, 2 or more")
+    group_wait_ms = given.pop("group_wait_ms", 0)
+    if not isinstance(group_wait_ms, int | float) or isinstance(group_wait_ms, bool) or not 0 <= group_wait_ms < 1e6:
+        raise DepthDecayError(f"{KEY}: group_wait_ms is {group_wait_ms!r}; expected milliseconds, 0 or more")
     if "plan" in given:
         if len(given) > 1:
             others = ", ".join(sorted(given.keys() - {"plan"}))
@@ -118,7 +124,7 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
         cores = {name: given.get(name, 2) for name in ("core_head", "core_tail")}
         ladder = Ladder.middle_out(num_layers, **cores) if order is None else Ladder(num_layers, tuple(order))
         plan = Plan(ladder, FullSchedule(num_layers), "full")
-    return ServerDepth(plan, allow, graph_depths)
+    return ServerDepth(plan, allow, graph_depths, group_wait_ms)
 
 
 def depth_of(config: Any) -> ServerDepth:

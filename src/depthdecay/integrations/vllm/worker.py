@@ -12,6 +12,7 @@ from depthdecay.integrations.vllm.attention import attend_with, check_blocks
 from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, install_depth_graphs
 from depthdecay.integrations.vllm.layer_rows import Scheduled, Step
 from depthdecay.integrations.vllm.layers import DepthStep
+from depthdecay.integrations.vllm.metrics import mark_step
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -49,6 +50,13 @@ class DepthDecayWorker(PlatformWorker):
 
             installed = install_second_runner_graphs(self.model_runner)
             self.model_runner.depth_graphs = None if installed is None else installed.graphs
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        graphs: DepthGraphs | None = getattr(self.model_runner, "depth_graphs", None)
+        if graphs is not None:
+            mark_step(output, graphs.last_step, graphs.last_tokens)
+        return output
 
     def depth_steps(self) -> dict[str, int]:
         """How many steps were replayed from graphs and how many were not, for `LLM.collective_rpc`."""
