@@ -25,7 +25,8 @@ def test_the_mix_is_24_requests_of_unequal_length_over_8_slots() -> None:
         Workload.named("batch-9", 128, 32)
 
 
-def test_every_way_is_measured_in_every_round(tmp_path: Path) -> None:
+def test_every_way_is_measured_in_every_round(stock: Any, tmp_path: Path) -> None:
+    """Not the first engine of the process, which would look for a real stdout."""
     file = tmp_path / "result.json"
     words = ["--workloads", "batch-1,mix", "--new-tokens", "8", "--prompt-tokens", "4", "--rounds", "2"]
     ran = CliRunner().invoke(app, ["bench-vllm", *words, "--alpha", "0.9", "--json", str(file)])

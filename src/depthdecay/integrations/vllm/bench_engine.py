@@ -24,7 +24,7 @@ _HASH_DIGITS = 10
 _PR_SET_PDEATHSIG = 1
 
 
-class Runner(Protocol):
+class AnswersBatches(Protocol):
     """What a way has to do: answer a batch in lock-step."""
 
     def answer(self, prompts: list[list[int]], tokens: int, depth: Any) -> list[list[int]]: ...
@@ -35,7 +35,7 @@ class Runner(Protocol):
 class Measurement:
     """The workloads of a job, on one engine."""
 
-    def __init__(self, job: dict[str, Any], runner: Runner, vocabulary: int) -> None:
+    def __init__(self, job: dict[str, Any], runner: AnswersBatches, vocabulary: int) -> None:
         self.job = job
         self.runner = runner
         self.vocabulary = vocabulary
