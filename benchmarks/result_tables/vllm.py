@@ -20,8 +20,8 @@ INSIDE_VLLM = (
 )
 WITH_GRAPHS = (
     "vLLM with its compiler and CUDA graphs, one process per way. Batches run in lock-step; Poisson arrivals are in "
-    "requests per second. Times are between two tokens of an answer. Answers that differ are not token for token those of stock "
-    "vLLM; in 16 bits, near-ties may flip."
+    "requests per second. Times are between two tokens of an answer. Answers that differ are compared with stock "
+    "vLLM token by token; in 16 bits, near-ties may flip."
 )
 WORKLOADS = {
     "batch-1": "1 request",
