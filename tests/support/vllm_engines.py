@@ -1,4 +1,4 @@
-"""What the tests of the plug-in share: engines of vLLM, tiny models, and our own engine to compare with."""
+"""Shared by the plug-in's tests: vLLM engines, tiny models, and our own engine to compare with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from depthdecay.integrations.vllm import ARCHITECTURES
 from depthdecay.model.load import load
 
 COMMON: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
-# vLLM's attention on CPUs takes heads of 32 numbers or more.
+# vLLM's attention on CPUs needs a head size of 32 or more.
 TINY: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 8},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256},
@@ -50,7 +50,7 @@ def our_engine(model: str, depth: dict[str, Any], stock: str = "LlamaForCausalLM
 
 
 def asked(tokens: int, depth: Any = None, **settings: Any) -> Any:
-    """Greedy, and of a given length: nothing ends a text before its depth has fallen."""
+    """Greedy, of a fixed length, so that no text ends before its depth has fallen."""
     from vllm import SamplingParams
 
     extra = None if depth is None else {"depth_decay": depth}

@@ -1,4 +1,4 @@
-"""`depthdecay vllm serve`: vLLM's API server with depth decay; its own flags pass through."""
+"""`depthdecay vllm serve`: vLLM's API server with depth decay; vLLM's own flags pass through."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serve(
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(metavar="N", help="In lossless mode: drafts a step [3].", rich_help_panel="Depth")
+        int | None, typer.Option(metavar="N", help="In lossless mode: drafts per step [3].", rich_help_panel="Depth")
     ] = None,
     graphs: Annotated[
         bool,
@@ -56,7 +56,7 @@ def serve(
     if mode not in (None, "decay", "lossless"):
         raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless, or vllm serve itself for full depth")
     if window is not None and mode != "lossless":
-        raise DepthDecayError("--window counts drafts, and was given without --mode lossless")
+        raise DepthDecayError("--window is the number of drafts in lossless mode; add --mode lossless, or leave it out")
     if mode == "lossless" and (graphs or group_wait_ms is not None):
         raise DepthDecayError("--graphs and --group-wait-ms are for depth decay; in lossless mode vLLM is stock's own")
     if mode == "lossless":
@@ -65,7 +65,7 @@ def serve(
     if plan.path is not None and plan.speedup is not None:
         raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
     if _given(context.args, "--hf-overrides", "--hf_overrides"):
-        raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
+        raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve directly")
     check_version()
     from depthdecay.integrations.vllm.settings import KEY, server_depth
     from depthdecay.plan.identity import config_identity
@@ -104,14 +104,14 @@ def _graph_settings() -> str:
 def _lossless_words(
     given: list[str], model: str, plan: opt.PlanOptions, window: int | None, allow_other_weights: bool
 ) -> list[str]:
-    """For the stock model, which the plug-in does not touch: drafts are a matter of vLLM's own settings."""
+    """For the stock model, without the plug-in: drafting is one of vLLM's own settings."""
     if plan.path is None or plan.speedup is not None:
         raise DepthDecayError("--mode lossless drafts with a plan's learned drafter; give --plan, and no --speedup")
     if _given(given, "--speculative-config", "--speculative_config"):
         raise DepthDecayError("--speculative-config is set by --mode lossless; leave one of them out")
     if _given(given, "--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"):
         raise DepthDecayError(
-            "a drafter shares the model's embeddings, which vLLM does not hand over in a pipeline of several stages; "
+            "a drafter shares the model's embeddings, which vLLM does not support in a pipeline of several stages; "
             "leave --pipeline-parallel-size out"
         )
     opt.at_least(1, window=window)
@@ -133,7 +133,7 @@ def _lossless_words(
 
 
 def _names(given: list[str], model: str, folder: str) -> list[str]:
-    """What clients call the model, where it lies elsewhere than its name says."""
+    """Keep the name that clients use if the weights are in another folder."""
     return [] if folder == model or _given(given, "--served-model-name") else ["--served-model-name", model]
 
 
@@ -142,7 +142,7 @@ def _given(words: list[str], *options: str) -> bool:
 
 
 def model_folder(model: str) -> str:
-    """Where vLLM finds the weights: a GGUF file and the embedded model are converted, as for our own engine."""
+    """The folder for vLLM: a GGUF file and the embedded model are converted, as for our own engine."""
     from depthdecay.model.load import embedded_file
     from depthdecay.plan.file import EMBEDDED_MODEL
 
@@ -162,14 +162,14 @@ def model_config(where: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(where)
-    except Exception as error:  # no such place, no such model, not reachable: all mean the same to the user
-        raise DepthDecayError(f"'{where}' is no model that can be read: {one_line(error)}") from None
+    except Exception as error:  # not there, not a model, not reachable: the same to the user
+        raise DepthDecayError(f"cannot read the model '{where}': {one_line(error)}") from None
 
 
 def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]:
     if options.path is not None:
         path = local_plan(options.path)
-        # Workers need not start in this folder.
+        # Workers may start in another folder.
         return {"plan": str(path.resolve()) if path.exists() else options.path}
     from depthdecay.integrations.vllm.settings import server_settings
 
@@ -178,7 +178,7 @@ def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]
 
 
 def _serve(words: list[str]) -> None:
-    """As vLLM's own command, which cannot start where the package is a build for CPUs under another name."""
+    """Like vLLM's own command, which does not start in CPU builds, whose package has another name."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -199,7 +199,7 @@ def _serve(words: list[str]) -> None:
 
 
 def _ours(error: ValueError) -> DepthDecayError | None:
-    """What we refused ourselves, out of what pydantic put around it."""
+    """Our own error, unwrapped from pydantic's."""
     listed = error.errors() if hasattr(error, "errors") else []
     found = [entry.get("ctx", {}).get("error") for entry in listed]
     return next((inner for inner in found if isinstance(inner, DepthDecayError)), None)

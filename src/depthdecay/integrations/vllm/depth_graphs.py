@@ -1,4 +1,4 @@
-"""CUDA graphs by depth for vLLM's first model runner: its own wrapper and capture, once for each kind of pass."""
+"""CUDA graphs by depth for vLLM's first model runner: its own wrapper and capture, once per kind of pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Wrap = Callable[[DepthPass], Callable[..., Any]]
 
 
 class DepthGraphs:
-    """One of vLLM's graph wrappers for each kind of pass; each keeps a graph for each batch size.
+    """One of vLLM's graph wrappers per kind of pass, with a graph per batch size.
 
-    A step takes the least captured depth that all of its rows fit into. Whoever is shallower is masked.
+    A step takes the smallest captured depth that all its rows fit into. Shallower rows are masked.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class DepthGraphs:
     def _kinds(self) -> Iterator[PassKind]:
         for depth in self.depths:
             yield PassKind(depth, masked=True)
-            # At full depth, with no row masked, vLLM's own graph is the one.
+            # At full depth without masks, vLLM's own graph runs.
             if depth < self.num_layers:
                 yield PassKind(depth, masked=False)
 
     def kinds_for(self, uniform: bool) -> list[PassKind]:
-        """A batch with prompts has rows at full depth."""
+        """Batches with prompts have rows at full depth, so they need only that one."""
         return [kind for kind in self.passes if uniform or kind.depth == self.num_layers]
 
     def kind_of(self, step: Step) -> PassKind:
@@ -58,9 +58,9 @@ class DepthGraphs:
         return PassKind(depth, masked=step.reached[0] < depth)
 
     def choose(self, step: Step) -> Callable[..., Any] | None:
-        """The pass that this step takes; None for vLLM's own, at full depth.
+        """The pass for this step; None for vLLM's own, at full depth.
 
-        Without a graph too: attention's metadata lies in buffers that graphs read, so there is one set of rows a step.
+        Also without a graph: attention metadata is in buffers that graphs read, so a step has only one set of rows.
         """
         context = get_forward_context()
         in_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
@@ -69,7 +69,9 @@ class DepthGraphs:
             return None
         kind = self.kind_of(step)
         if in_graph and (kind, context.batch_descriptor) not in self.captured:
-            logger.warning_once("no CUDA graph was captured for %s and %s", kind, context.batch_descriptor)
+            logger.warning_once(
+                "no CUDA graph was captured for %s and %s, so such steps run eagerly", kind, context.batch_descriptor
+            )
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
             in_graph = False
         if kind.masked:
@@ -92,7 +94,7 @@ class DepthGraphs:
 
 
 def captured_depths(depth: ServerDepth) -> list[int]:
-    """At most `graph_depths` of those that requests may have, evenly spread, with the deepest and the shallowest."""
+    """At most `graph_depths` of the depths that requests may have, evenly spaced, from the shallowest to the deepest."""
     layers, ladder = depth.plan.num_layers, depth.plan.ladder
     own = set(reached_depths(depth.plan)) - {layers}
     below = sorted(own or range(max(1, ladder.min_layers), layers))
@@ -103,7 +105,7 @@ def captured_depths(depth: ServerDepth) -> list[int]:
 
 
 def install_depth_graphs(runner: Any) -> DepthGraphs:
-    """Capture each kind of pass after vLLM has captured its own, with its own dummy runs."""
+    """Capture each kind of pass after vLLM's own graphs, with vLLM's dummy runs."""
 
     def wrap(function: DepthPass) -> Callable[..., Any]:
         return CUDAGraphWrapper(function, runner.vllm_config, runtime_mode=CUDAGraphMode.FULL)
@@ -112,7 +114,7 @@ def install_depth_graphs(runner: Any) -> DepthGraphs:
     capture = runner._capture_cudagraphs
 
     def capture_all(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, **named: Any) -> None:
-        # vLLM takes it that a list holds either decode batches or mixed ones.
+        # vLLM expects a list of either decode batches or mixed ones.
         for uniform in (True, False):
             alike = [found for found in batch_descriptors if found.uniform == uniform]
             if not alike:
@@ -133,7 +135,7 @@ def _capture_kinds(
     try:
         for kind in graphs.kinds_for(uniform):
             runner.model = graphs.passes[kind]
-            # Made-up rows are as deep as the pass.
+            # Dummy rows are as deep as the pass.
             graphs.row_depths.fill_(kind.depth)
             capture(batch_descriptors=sizes, cudagraph_runtime_mode=CUDAGraphMode.FULL, **named)
             graphs.captured |= {(kind, size) for size in sizes}
@@ -142,7 +144,7 @@ def _capture_kinds(
 
 
 def _add_mixed_keys(runner: Any) -> None:
-    """Full graphs for mixed batches beside those for decoding, which no mode of vLLM has: it would compile for that."""
+    """Full graphs for mixed batches as well as decode batches, which no mode of vLLM has without its compiler."""
     dispatcher = runner.cudagraph_dispatcher
     initialize = dispatcher.initialize_cudagraph_keys
 

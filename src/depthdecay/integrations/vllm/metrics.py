@@ -34,7 +34,7 @@ def mark_step(output: Any, kind: str | None, tokens: int) -> None:
 
 
 def install() -> None:
-    """In the API server: count what arrives, beside vLLM's own metrics."""
+    """In the API server: count what arrives, next to vLLM's own metrics."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     if getattr(PrometheusStatLogger, _DONE, False):

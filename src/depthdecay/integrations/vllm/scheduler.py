@@ -18,7 +18,7 @@ from depthdecay.integrations.vllm.settings import ServerDepth, depth_of
 
 
 def make_scheduler(*, vllm_config: Any, **settings: Any) -> Any:
-    """Named as the scheduler's class: whether it is the asynchronous one is decided after the name is given."""
+    """Configured as the scheduler's class: vLLM decides on async scheduling only after the class is named."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler = kind(vllm_config=vllm_config, **settings)
     depth = depth_of(vllm_config.model_config.hf_config)
@@ -37,7 +37,7 @@ def _cacheable(request: Any, tokens: int, depth: ServerDepth) -> int:
 
 
 def _cache_prompts_only(manager: Any, depth: ServerDepth) -> None:
-    """All that is ever put into the prefix cache passes `cache_blocks` of the coordinator."""
+    """Everything enters the prefix cache through `cache_blocks` of the coordinator."""
     cache_blocks = manager.coordinator.cache_blocks
 
     def capped(request: Any, num_computed_tokens: int) -> None:
@@ -47,7 +47,7 @@ def _cache_prompts_only(manager: Any, depth: ServerDepth) -> None:
 
 
 def _find_prompts_only(manager: Any, depth: ServerDepth) -> None:
-    """A decayed request that was put off runs its text again as before, also where another wrote it at full depth."""
+    """A preempted decayed request computes its text again, even if another one wrote the same text at full depth."""
     coordinator = manager.coordinator
     get_computed_blocks, find = manager.get_computed_blocks, coordinator.find_longest_cache_hit
 

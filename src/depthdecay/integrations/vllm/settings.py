@@ -1,4 +1,4 @@
-"""What a server and its requests say about depth, as plans: `depth_decay` in the configuration and in extra_args."""
+"""The depth settings of a server and its requests as plans: `depth_decay` in the configuration and in extra_args."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ KEY = "depth_decay"
 _SHAPE = ("alpha", "warmup_tokens", "min_layers", "horizon")
 _LADDER = ("core_head", "core_tail", "drop_order")
 _SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights", "graph_depths", "group_wait_ms")
-# Graphs are captured for so many depths: enough that a step runs less than a layer too many, in seconds of start-up.
+# Enough depths that a step runs less than one layer too many, for seconds of start-up.
 _GRAPH_DEPTHS = 16
 # Fewer batch sizes than vLLM captures by default: graphs by depth are captured for each of them.
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-# Requests repeat themselves; a server that is asked for ever new depths must not fill its memory with them.
+# Requests repeat their settings; those that never do must not fill the memory.
 _REMEMBERED = 1024
 
 
 @dataclass
 class ServerDepth:
-    """The server's plan, which fixes the ladder and the maps, and the plans that requests ask for on that ladder."""
+    """The server's plan, which fixes the ladder and the repair maps, and the plans of requests on that ladder."""
 
     plan: Plan
     allow_other_weights: bool = False
@@ -43,7 +43,7 @@ class ServerDepth:
         return replace(self.plan, schedule=FullSchedule(self.plan.num_layers), rule="full")
 
     def plan_of(self, extra_args: Mapping[str, Any] | None) -> Plan:
-        """The plan of a request: the server's, or what its extra_args say about depth."""
+        """The plan of a request: from its extra_args, or else the server's."""
         asked = (extra_args or {}).get(KEY)
         if asked is None:
             return self.plan
@@ -56,7 +56,7 @@ class ServerDepth:
         return self._asked[key]
 
     def check_shape(self, shape: ModelIdentity) -> None:
-        """Refuse a plan for a model of another shape, before any weights are there to compare."""
+        """Refuse a plan for a model of another shape, before any weights are loaded."""
         made_for = self.plan.model
         differences = made_for.shape_differences(shape) if made_for is not None else []
         if differences:
@@ -90,12 +90,12 @@ class ServerDepth:
         return plan
 
     def _repaired_depths(self) -> set[int] | None:
-        """Where maps are known to be: the depths of the server's own plan. None where it has no maps at all."""
+        """The depths that have repair maps: those of the server's plan. None if it has no maps at all."""
         return None if self.plan.repairs is None else set(reached_depths(self.plan))
 
 
 def server_depth(values: Any, num_layers: int) -> ServerDepth:
-    """From `depth_decay` of the model's configuration; without one, all layers unless a request says otherwise."""
+    """From `depth_decay` in the model's configuration; without it, all layers unless a request says otherwise."""
     given = {} if values is None else _mapping(values)
     _only(given, _SERVER)
     allow = given.pop("allow_other_weights", False)
@@ -110,7 +110,7 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
     if "plan" in given:
         if len(given) > 1:
             others = ", ".join(sorted(given.keys() - {"plan"}))
-            raise DepthDecayError(f"{KEY} names a plan, which says itself how deep each token goes, and also {others}")
+            raise DepthDecayError(f"{KEY} has a plan, which defines the depths, and also {others}; leave one out")
         if not isinstance(given["plan"], str):
             raise DepthDecayError(f"{KEY}: plan is {reprlib.repr(given['plan'])}; expected a path or a repository")
         plan = Plan.load(given["plan"])
@@ -128,22 +128,22 @@ def server_depth(values: Any, num_layers: int) -> ServerDepth:
 
 
 def depth_of(config: Any) -> ServerDepth:
-    """What a model's configuration says about depth."""
+    """The depth settings in a model's configuration."""
     return server_depth(getattr(config, KEY, None), config.num_hidden_layers)
 
 
 def server_settings(plan: Plan) -> dict[str, Any]:
-    """A decay made by rule, as `depth_decay` says it."""
+    """A decay by rule in the form of `depth_decay`."""
     if not isinstance(plan.schedule, PowerSchedule):
-        raise DepthDecayError(f"only a decay can be said in numbers, not the rule {plan.rule}; save the plan")
+        raise DepthDecayError(f"only a decay can be given as numbers, not the rule {plan.rule}; save the plan")
     values = {name: getattr(plan.schedule, name) for name in _SHAPE}
     said = {name: value for name, value in values.items() if value is not None}
-    # As a text, alpha keeps all its digits.
+    # As a string, alpha keeps all its digits.
     return {**said, "alpha": format(plan.schedule.alpha, "f"), "drop_order": list(plan.ladder.drop_order)}
 
 
 def _mapping(values: Any) -> dict[str, Any]:
-    """A mapping, or one as JSON: the API of vLLM passes texts and numbers only."""
+    """A mapping, or one as JSON: vLLM's API passes only strings and numbers."""
     if isinstance(values, str):
         try:
             values = json.loads(values)

@@ -1,4 +1,4 @@
-"""vLLM's worker, whose first model runner tells the model how deep each row goes."""
+"""vLLM's worker; its first model runner passes the depth of each row to the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DepthDecayWorker(PlatformWorker):
             _tell_of_dummy_runs(runner)
             if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
                 runner.depth_graphs = install_depth_graphs(runner)
-        # The dummy run that makes these is left out on CPUs where nothing is compiled, as with us it never is.
+        # On CPUs without compilation, vLLM skips the dummy run that creates these.
         if not self.use_v2_model_runner and runner.intermediate_tensors is None and _receives_states():
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -59,7 +59,7 @@ class DepthDecayWorker(PlatformWorker):
         return output
 
     def depth_steps(self) -> dict[str, int]:
-        """How many steps were replayed from graphs and how many were not, for `LLM.collective_rpc`."""
+        """Counts of steps by kind, replayed from graphs or not, for `LLM.collective_rpc`."""
         graphs = getattr(self.model_runner, "depth_graphs", None)
         return {} if graphs is None else dict(graphs.steps)
 
@@ -71,7 +71,7 @@ def _receives_states() -> bool:
 
 
 def _tell_depths(runner: Any) -> None:
-    """`_model_forward` is the runner's place for such changes; its class is chosen within vLLM's worker."""
+    """`_model_forward` is the runner's hook for such changes; its class is chosen inside vLLM's worker."""
     forward = runner._model_forward
 
     runner.depth_graphs = None
@@ -86,7 +86,7 @@ def _tell_depths(runner: Any) -> None:
 
 
 def _tell_of_dummy_runs(runner: Any) -> None:
-    """They call the model past `_model_forward`, also with attention where kernels are warmed up or captured."""
+    """They bypass `_model_forward`, also with attention, when kernels are warmed up or captured."""
     dummy_run, model = runner._dummy_run, runner.get_model()
 
     def told(*settings: Any, **named: Any) -> Any:
