@@ -94,7 +94,7 @@ class DepthGraphs:
 
 
 def captured_depths(depth: ServerDepth) -> list[int]:
-    """At most `graph_depths` of the depths that requests may have, evenly spaced, from the shallowest to the deepest."""
+    """At most `graph_depths` of the depths that requests may have, evenly spaced from shallowest to deepest."""
     layers, ladder = depth.plan.num_layers, depth.plan.ladder
     own = set(reached_depths(depth.plan)) - {layers}
     below = sorted(own or range(max(1, ladder.min_layers), layers))

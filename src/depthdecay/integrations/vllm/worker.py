@@ -13,6 +13,8 @@ from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, install_depth
 from depthdecay.integrations.vllm.layer_rows import Scheduled, Step
 from depthdecay.integrations.vllm.layers import DepthStep
 from depthdecay.integrations.vllm.metrics import mark_step
+from depthdecay.integrations.vllm.settings import ServerDepth
+from depthdecay.plan.plan import Plan
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -99,6 +101,14 @@ def _tell_of_dummy_runs(runner: Any) -> None:
     runner._dummy_run = told
 
 
+def _plan_of(state: Any, depth: ServerDepth) -> Plan:
+    """Kept with the runner's state of the request: comparing its settings again costs time in every step."""
+    plan: Plan | None = getattr(state, "depth_plan", None)
+    if plan is None:
+        plan = state.depth_plan = depth.plan_of(state.sampling_params.extra_args)
+    return plan
+
+
 def _depth_step(runner: Any) -> DepthStep:
     batch, depth = runner.input_batch, runner.model.depth
     starts = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -107,7 +117,7 @@ def _depth_step(runner: Any) -> DepthStep:
             computed=int(batch.num_computed_tokens_cpu[index]),
             tokens=starts[index + 1] - starts[index],
             prompt=int(batch.num_prompt_tokens[index]),
-            plan=depth.plan_of(runner.requests[request].sampling_params.extra_args),
+            plan=_plan_of(runner.requests[request], depth),
         )
         for index, request in enumerate(batch.req_ids)
     ]
