@@ -39,6 +39,7 @@ def bench_vllm(
     head: Annotated[str | None, typer.Option(help="With --ways: a head from export --format eagle3.")] = None,
     plan: Annotated[str | None, typer.Option(help="With --ways: a plan instead of speed-ups 1.25 and 1.5.")] = None,
     prompts: Annotated[str | None, typer.Option(help="With --ways: a file of prompts, not random tokens.")] = None,
+    methods: Annotated[str | None, typer.Option(help="With --ways: some of the decay methods, separated by ;.")] = None,
     batches: Annotated[str, typer.Option(help="With --ways: batch sizes in lock-step.")] = "1,16,64",
     rates: Annotated[str, typer.Option(help="With --ways: Poisson arrivals, requests per second.")] = "",
     rate_seconds: Annotated[float, typer.Option(help="With --rates: how long requests arrive.")] = 10,
@@ -58,6 +59,7 @@ def bench_vllm(
         files = {"head": head, "plan": plan, "prompts": prompts}
         run = {"way_timeout": way_timeout, "batches": _numbers("--batches", batches, int)}
         run["rates"] = _numbers("--rates", rates, float)
+        run["methods"] = None if methods is None else [method.strip() for method in methods.split(";")]
         _bench_ways(model, shape, [way.strip() for way in ways.split(",")], settings, files, run, resume, json_file)
         return
     exact_alpha(alpha)

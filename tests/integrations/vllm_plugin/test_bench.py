@@ -64,7 +64,7 @@ def test_each_way_has_a_process_and_one_that_fails_is_recorded(tiny: str, tmp_pa
     assert "failed" in found["engines"]["head"]
     assert "no such folder" in (tmp_path / "head.log").read_text()
     rows = {(row["method"], row["workload"]): row for row in found["rows"]}
-    methods = ("stock", "full depth", "1.25x fewer", "1.5x fewer")
+    methods = ("stock", "full depth", "1.25x fewer", "1.5x fewer", "1.5x fewer, one depth")
     assert set(rows) == {(method, load) for method in methods for load in ("batch-2", "poisson-50")}
     assert all(row["ms_per_token"] > 0 for row in rows.values())
     assert rows["stock", "batch-2"]["speedup"] == 1

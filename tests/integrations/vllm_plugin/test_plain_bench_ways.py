@@ -51,11 +51,19 @@ def run(ways: list[str], **settings: Any) -> dict[str, Any]:
 
 def test_ways_are_compared_with_stock(child: Any) -> None:
     found = run(["stock", "decay"])
-    assert len(found["rows"]) == 3 + 3 * 3
+    assert len(found["rows"]) == 3 + 4 * 3
     by_name = {(row["method"], row["workload"]): row for row in found["rows"]}
     assert by_name["1.5x fewer", "batch-4"]["speedup"] == 2
     assert by_name["full depth", "poisson-3"]["answers_that_differ"] == 1
     assert by_name["stock", "poisson-3"]["answers_that_differ"] == 0
+
+
+def test_some_methods_of_decay_may_be_left_out(child: Any) -> None:
+    found = run(["stock", "decay", "decay-v1"], methods=["full depth", "1.5x fewer"], rates=[], batches=[1])
+    assert [row["method"] for row in found["rows"]] == [
+        *("stock", "full depth", "1.5x fewer"),
+        *("full depth, first model runner", "1.5x fewer, first model runner"),
+    ]
 
 
 def test_what_a_run_that_was_cut_off_has_measured_is_not_measured_again(child: Any) -> None:
@@ -66,7 +74,7 @@ def test_what_a_run_that_was_cut_off_has_measured_is_not_measured_again(child: A
     child("pass")
     found = run(["stock", "decay"], before=before)
     assert found["engines"]["stock"]["todo"] == [["stock", "batch", 4], ["stock", "poisson", 3]]
-    assert len({(row["method"], row["workload"]) for row in found["rows"]}) == len(found["rows"]) == 12
+    assert len({(row["method"], row["workload"]) for row in found["rows"]}) == len(found["rows"]) == 15
     assert not any("failed" in engine for engine in found["engines"].values())
     assert run(["stock", "decay"], before=found) == found
 
@@ -122,7 +130,7 @@ def test_the_command_writes_a_result_file_and_shows_it(
     assert "started in 1.0 s" in ran.stdout
     written = json.loads(file.read_text())
     assert (written["model"], written["settings"]["plan"]) == ("llama-2-7b", None)
-    assert len(written["vllm_ways"]["rows"]) == 4
+    assert len(written["vllm_ways"]["rows"]) == 5
     assert {path.name for path in (tmp_path / "result.logs").iterdir()} == {"stock.log", "decay.log"}
     ran = CliRunner().invoke(app, [*words, "--resume"])
     assert "decay: already measured" in ran.stderr

@@ -25,7 +25,8 @@ from depthdecay.integrations.vllm import ARCHITECTURES
 from depthdecay.integrations.vllm.settings import KEY, server_settings
 from depthdecay.plan.plan import Plan
 
-DECAY_WAYS = ("decay", "decay-v1", "decay-eager")
+_SUFFIXES = {"decay": "", "decay-v1": ", first model runner", "decay-eager": ", eager"}
+DECAY_WAYS = tuple(_SUFFIXES)
 WAYS = ("stock", "ngram", "ngram-gpu", "suffix", "head", *DECAY_WAYS, "engine")
 SPEEDUPS = ("1.25", "1.5")
 DRAFTS = 3
@@ -72,6 +73,7 @@ def run_ways(
     dtype: str = "bfloat16",
     graph_depths: int | None = None,
     group_wait_ms: float | None = None,
+    methods: Sequence[str] | None = None,
     way_timeout: float = 300,
     before: Found | None = None,
     log_folder: Path | None = None,
@@ -93,7 +95,8 @@ def run_ways(
     found: Found = {"rows": list((before or {}).get("rows", ())), "engines": dict((before or {}).get("engines", {}))}
     for way in ways:
         settings = way_settings(way, stock, num_layers, new_tokens, head, plan, depth)
-        missing = _missing(settings["methods"], batches, rates, found["rows"])
+        chosen = [method for method in settings["methods"] if way not in DECAY_WAYS or _is_asked(method, methods)]
+        missing = _missing(chosen, batches, rates, found["rows"])
         if not missing:
             progress(f"{way}: already measured")
             continue
@@ -130,8 +133,13 @@ def _check_ways(ways: Sequence[str], head: str | None, plan: str | None) -> None
         raise DepthDecayError("the way 'engine' runs our own engine in lossless mode; give --plan with its drafter")
 
 
+def _is_asked(method: str, methods: Sequence[str] | None) -> bool:
+    """Some of the methods of decay, by the name that they have in all ways to run it."""
+    return methods is None or method in {f"{name}{suffix}" for name in methods for suffix in _SUFFIXES.values()}
+
+
 def _missing(
-    methods: Mapping[str, Any], batches: Sequence[int], rates: Sequence[float], rows: Sequence[Found]
+    methods: Sequence[str], batches: Sequence[int], rates: Sequence[float], rows: Sequence[Found]
 ) -> list[list[Any]]:
     """(method, kind, size) of what is still to be measured; batches come first, being quicker and steadier."""
     done = {(row["method"], row["workload"]) for row in rows}
@@ -171,13 +179,17 @@ def way_settings(
     asked: dict[str, Any] = {"full depth": {"alpha": 1}}
     if plan is None:
         asked |= {f"{speedup}x fewer": _request_settings(made) for speedup, made in plans.items()}
+        # As many layers on average, but at one depth after the first token: fresh rows do not deepen the batch.
+        asked[f"{SPEEDUPS[-1]}x fewer, one depth"] = {
+            "alpha": "0.5",
+            "min_layers": int(num_layers / float(SPEEDUPS[-1])),
+        }
     else:
         asked["plan"] = None
-    suffix = {"decay": "", "decay-v1": ", first model runner", "decay-eager": ", eager"}[way]
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: depth}
     return {
         "engine": {"hf_overrides": overrides},
-        "methods": {f"{method}{suffix}": depth for method, depth in asked.items()},
+        "methods": {f"{method}{_SUFFIXES[way]}": depth for method, depth in asked.items()},
         "decay": way,
     }
 
