@@ -47,7 +47,8 @@ class DepthPass:
         self.maps = _maps_by_layer(model.repairs, kind)
         # Copied to the device here: a capture cannot synchronise with the host.
         self.least_on_device = torch.tensor(self.least, dtype=torch.int32, device=row_depths.device)
-        self.shallowest = ladder.min_layers
+        # Layers that every row runs need no mask.
+        self.shallowest = model.depth.least_depth
 
     def __call__(
         self,

@@ -42,6 +42,12 @@ class ServerDepth:
         """All layers, on the server's ladder."""
         return replace(self.plan, schedule=FullSchedule(self.plan.num_layers), rule="full")
 
+    @property
+    def least_depth(self) -> int:
+        """The shallowest depth that a request can have."""
+        known = self._repaired_depths()
+        return max(1, self.plan.ladder.min_layers) if known is None else min(known, default=self.plan.num_layers)
+
     def plan_of(self, extra_args: Mapping[str, Any] | None) -> Plan:
         """The plan of a request: from its extra_args, or else the server's."""
         asked = (extra_args or {}).get(KEY)
@@ -72,12 +78,11 @@ class ServerDepth:
         if "alpha" not in values:
             raise DepthDecayError(f"a request's {KEY} lacks alpha; 1 is full depth")
         known = self._repaired_depths()
-        least = max(1, self.plan.ladder.min_layers) if known is None else min(known, default=self.plan.num_layers)
         schedule = PowerSchedule(
             self.plan.num_layers,
             exact_alpha(values["alpha"]),
             values.get("warmup_tokens", 0),
-            values.get("min_layers", least),
+            values.get("min_layers", self.least_depth),
             values.get("horizon"),
         )
         plan = replace(self.plan, schedule=schedule, rule="decay")
