@@ -185,6 +185,7 @@ def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeyp
 
     monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
     worker = DepthDecayWorker.__new__(DepthDecayWorker)
+    worker.use_v2_model_runner = False
     whole, split = SimpleNamespace(kernel_block_size=None), SimpleNamespace(kernel_block_size=16)
     worker.model_runner = SimpleNamespace(attn_groups=[[whole]])
     worker.initialize_from_config(None)
