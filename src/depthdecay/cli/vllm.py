@@ -87,18 +87,19 @@ def serve(
         raise DepthDecayError("--graphs sets --compilation-config; leave --enforce-eager and --compilation-config out")
     words = [] if chosen else ["--enforce-eager"]
     if graphs:
-        words = ["--compilation-config", _graph_settings()]
+        words = _graph_words()
     names = _names(context.args, model, folder)
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
 
 
-def _graph_settings() -> str:
-    """vLLM's own, with fewer sizes; the first model runner captures without the compiler."""
+def _graph_words() -> list[str]:
+    """None for vLLM's own settings; the first model runner captures few sizes, without the compiler."""
     from depthdecay.integrations.vllm.refusals import GRAPHS
     from depthdecay.integrations.vllm.settings import CAPTURE_SIZES
 
-    first_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-    return json.dumps({**(json.loads(GRAPHS) if first_runner else {}), "cudagraph_capture_sizes": list(CAPTURE_SIZES)})
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
+        return []
+    return ["--compilation-config", json.dumps({**json.loads(GRAPHS), "cudagraph_capture_sizes": list(CAPTURE_SIZES)})]
 
 
 def _lossless_words(

@@ -33,6 +33,8 @@ class Manager:
 
     def __init__(self, mode: Any, noted: list[Any]) -> None:
         self.cudagraph_mode = mode
+        self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8])
+        self.max_num_reqs = 4
         self.noted = noted
         self.graphs: set[Any] = set()
         self.hidden_states: Any = None
@@ -55,6 +57,9 @@ class Manager:
             if _is_compatible(desc, num_reqs, num_tokens, uniform_token_count, num_active_loras):
                 return desc
         return BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens, None)
+
+    def _init_candidates(self) -> None:
+        assert self.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8]
 
     def run_fullgraph(self, desc: Any) -> Any:
         self.noted.append(("replay", self, desc))
@@ -141,6 +146,26 @@ def test_prompts_next_to_decayed_rows_replay_a_masked_graph_and_prompts_alone_ru
     assert made.noted[-1][1] is made.graphs.mixed
     assert found(7, True, dummy_run=True).cg_mode == CUDAGraphMode.PIECEWISE
     assert found(9, True).cg_mode == CUDAGraphMode.PIECEWISE  # more than was captured
+
+
+def test_a_decode_batch_without_a_graph_of_ours_does_not_replay_vllms(made: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    for manager in made.graphs.managers.values():
+        manager.graphs = set()
+    batch = (3, 3, 1)
+    assert made.runner.execute_model(SimpleNamespace(batch=batch, decayed=False)).cg_mode == CUDAGraphMode.FULL
+    found = made.runner.execute_model(SimpleNamespace(batch=batch, decayed=True))
+    assert (found.cg_mode, found.num_tokens, found.num_reqs) == (CUDAGraphMode.NONE, 3, 3)
+
+
+def test_graphs_by_depth_have_few_sizes_that_hold_all_batches() -> None:
+    from depthdecay.integrations.vllm.second_runner_graphs import depth_sizes
+
+    many = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert depth_sizes(many, 256) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert depth_sizes(many[:10], 48) == many[:10]
+    assert depth_sizes([1, 2, 4, *range(8, 97, 8)], 50) == [1, 2, 4, 8, 16, 32, 48, 64, 96]
 
 
 def test_what_no_graph_was_captured_for_is_counted_and_logged(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

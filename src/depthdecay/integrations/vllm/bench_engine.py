@@ -244,8 +244,6 @@ def engine_settings(job: dict[str, Any]) -> dict[str, Any]:
         from depthdecay.integrations.vllm.refusals import GRAPHS
 
         settings["compilation_config"] = {**json.loads(GRAPHS), "cudagraph_capture_sizes": list(CAPTURE_SIZES)}
-    elif way:
-        settings["compilation_config"] = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
     return settings
 
 

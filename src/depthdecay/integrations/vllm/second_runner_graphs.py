@@ -6,7 +6,9 @@ and replays it afterwards: `find` and `replay` replace these two methods of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -18,6 +20,7 @@ from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, takes_any_bat
 from depthdecay.integrations.vllm.depth_passes import PassKind
 from depthdecay.integrations.vllm.kernels import FusedKernels
 from depthdecay.integrations.vllm.layer_rows import Step
+from depthdecay.integrations.vllm.settings import CAPTURE_SIZES
 
 logger = init_logger("vllm.depthdecay")
 
@@ -31,6 +34,7 @@ class SecondRunnerGraphs:
         self.graphs = DepthGraphs(model, runner.max_num_tokens, runner.device, lambda run: run, kernels)
         self.model = model
         self.own = runner.cudagraph_manager
+        self.decode_query_len = runner.decode_query_len
         self._find, self._replay, self._capture = self.own.dispatch, self.own.run_fullgraph, self.own.capture
         self.managers = {kind: make_manager(CUDAGraphMode.FULL_DECODE_ONLY) for kind in self.graphs.passes}
         # Ranks of data parallelism agree on one kind of graph, which knows nothing of depths.
@@ -67,13 +71,21 @@ class SecondRunnerGraphs:
         manager.capture(self.graphs.passes[kind], *settings, **named)
 
     def find(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *more: Any, **named: Any) -> Any:
-        """vLLM's choice, and for batches of prompts and decayed rows a full graph with masks, if there is one."""
+        """At full depth vLLM's choice. With decayed rows the size of one of our graphs, or none."""
         found = self._find(num_reqs, num_tokens, uniform_token_count, *more, **named)
-        if self.mixed is not None and found.cg_mode != CUDAGraphMode.FULL and self.is_decayed():
-            other = self.mixed.dispatch(num_reqs, num_tokens, None, *more, **named)
-            if other.cg_mode == CUDAGraphMode.FULL:
-                return other
-        return found
+        if not self.is_decayed():
+            return found
+        decoding = uniform_token_count == self.decode_query_len
+        manager = next(iter(self.managers.values())) if decoding else self.mixed
+        if manager is not None:
+            ours = manager.dispatch(num_reqs, num_tokens, uniform_token_count if decoding else None, *more, **named)
+            if ours.cg_mode == CUDAGraphMode.FULL:
+                return ours
+        if found.cg_mode != CUDAGraphMode.FULL:
+            return found
+        return replace(
+            found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs, uniform_token_count=None
+        )
 
     def prepare(self, step: Step, padded: int) -> Callable[..., Any] | None:
         """Before a step: write the depths of its rows where graphs read them. Returns its pass, None at full depth."""
@@ -112,6 +124,15 @@ class SecondRunnerGraphs:
         )
 
 
+def depth_sizes(sizes: Sequence[int], max_requests: int) -> list[int]:
+    """The batch sizes of graphs by depth: few where vLLM has many, since each is captured for all depths."""
+    if len(sizes) <= len(CAPTURE_SIZES):
+        return sorted(sizes)
+    # Both ends are vLLM's own: its largest decode batch sizes the buffer that decode graphs share.
+    largest, decoding = max(sizes), max(size for size in sizes if size <= max_requests)
+    return sorted({size for size in CAPTURE_SIZES if size <= largest} | {largest, decoding})
+
+
 def install_second_runner_graphs(runner: Any) -> SecondRunnerGraphs | None:
     """After the runner has made its manager, and before it captures; None where it captures no full graphs."""
     own = runner.cudagraph_manager
@@ -119,8 +140,17 @@ def install_second_runner_graphs(runner: Any) -> SecondRunnerGraphs | None:
         return None
 
     def make_manager(mode: CUDAGraphMode) -> Any:
-        return ModelCudaGraphManager(runner.vllm_config, runner.device, mode, decode_query_len=runner.decode_query_len)
+        manager = ModelCudaGraphManager(
+            runner.vllm_config, runner.device, mode, decode_query_len=runner.decode_query_len
+        )
+        # The same manager for fewer sizes, which it reads when it is made.
+        manager.compilation_config = copy.copy(manager.compilation_config)
+        manager.compilation_config.cudagraph_capture_sizes = sizes
+        manager._candidates, manager._capture_descs = {}, {}
+        manager._init_candidates()
+        return manager
 
+    sizes = depth_sizes(own.compilation_config.cudagraph_capture_sizes, own.max_num_reqs)
     graphs = SecondRunnerGraphs(runner, make_manager)
     own.capture, own.dispatch, own.run_fullgraph = graphs.capture, graphs.find, graphs.replay
     execute = runner.execute_model

@@ -21,7 +21,7 @@ _LADDER = ("core_head", "core_tail", "drop_order")
 _SERVER = ("plan", *_SHAPE, *_LADDER, "allow_other_weights", "graph_depths", "group_wait_ms")
 # Enough depths that a step runs less than one layer too many, for seconds of start-up.
 _GRAPH_DEPTHS = 16
-# Fewer batch sizes than vLLM captures by default: graphs by depth are captured for each of them.
+# Batch sizes of graphs by depth. vLLM captures up to 51, but here each is captured for all depths.
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Requests repeat their settings; those that never do must not fill the memory.
 _REMEMBERED = 1024
