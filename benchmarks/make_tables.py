@@ -33,7 +33,7 @@ def make_document(results: dict[str, list[Result]]) -> str:
         "Answers to tasks": answers_section(results["eval"]),
         "Lossless mode": lossless_section(results["lossless"], results["steps"], results["texts"]),
         "On a CPU": precisions_section(results["precisions"]),
-        "Inside vLLM": vllm_section(results["vllm"]),
+        "Inside vLLM": vllm_section(results["vllm"], results["vllm ways"]),
     }
     parts = [HEAD, *(f"## {title}\n\n" + "\n".join(lines).strip() for title, lines in sections.items())]
     return "\n\n".join(parts) + "\n"

@@ -19,6 +19,7 @@ KINDS: dict[str, set[str]] = {
     "texts": {"model", "command", "machine", "lossless_texts"},
     "steps": {"command", "machine", "step_costs"},
     "vllm": {"model", "command", "machine", "settings", "vllm_rows"},
+    "vllm ways": {"model", "command", "machine", "settings", "vllm_ways"},
 }
 
 _RESULT = {"command", "machine", "versions"}  # keys of every result file

@@ -465,3 +465,33 @@ def test_the_plug_in_stands_beside_stock_vllm_with_its_range(folder: Path) -> No
     assert run(folder) == 0
     (found,) = cells(folder, "RESULTS.md", "| 24 requests")
     assert found == ["24 requests of unequal length, 8 at a time", "alpha 0.99", "1.515x", "1.41x (1.35–1.52)"]
+
+
+def test_ways_to_start_vllm_have_a_table_and_what_their_engines_took(folder: Path) -> None:
+    settings = {"new_tokens": 256, "prompt_tokens": 32, "rounds": 3, "dtype": "bfloat16", "prompts": None}
+    rows = [
+        {"workload": "batch-16", "method": "stock", "ms_per_token": 5.25, "speedup": 1.0, "answers": ["a", "b"]},
+        {"workload": "batch-2", "method": "our head", "ms_per_token": 3.0, "speedup": 1.5, "acceptance": 0.5},
+        {"workload": "poisson-8", "method": "stock", "ms_per_token": 6, "speedup": None, "first_token_p95_ms": 31.4},
+    ]
+    rows[0]["answers_that_differ"] = 1
+    steps = {"decayed, replayed": 97, "decayed, no graph": 3}
+    engines = {
+        "stock": {"start_seconds": 66.2, "graph_gib": 0.5, "runner": "v2", "async_scheduling": True, "steps": steps},
+        "suffix": {"failed": "ImportError: not installed"},
+    }
+    about = {key: result(device="cuda")[key] for key in ("commit", "machine", "versions")}
+    about |= {"model": "llama-2-7b", "command": "depthdecay bench-vllm --ways stock", "settings": settings}
+    add(folder, "ways.json", about | {"vllm_ways": {"rows": rows, "engines": engines}})
+    assert run(folder) == 0
+    first, second = cells(folder, "RESULTS.md", "| batch-")
+    assert first == ["batch-2", "our head", "3.00", "1.50x", "–", "50.0%", "–"]
+    assert second == ["batch-16", "stock", "5.25", "1.00x", "–", "–", "1 of 2"]
+    (third,) = cells(folder, "RESULTS.md", "| poisson-8")
+    assert third[4:5] == ["31"]
+    text = lines(folder, "RESULTS.md")
+    assert (
+        "- stock: started in 66 s, graphs take 0.50 GiB, model runner v2, async scheduling, 97.0% of steps replayed"
+        in text
+    )
+    assert "- suffix: failed: ImportError: not installed" in text

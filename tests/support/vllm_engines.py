@@ -1,8 +1,9 @@
-"""Shared by the vLLM plug-in's tests: vLLM engines, tiny models, and our own engine to compare with."""
+"""Shared by the plug-in's tests: vLLM engines, tiny models, and our own engine to compare with."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from depthdecay.integrations.vllm import ARCHITECTURES
 from depthdecay.model.load import load
 
 COMMON: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
-# vLLM's CPU attention needs a head size of at least 32.
+# vLLM's attention on CPUs needs a head size of 32 or more.
 TINY: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 8},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256},
@@ -49,7 +50,7 @@ def our_engine(model: str, depth: dict[str, Any], stock: str = "LlamaForCausalLM
 
 
 def asked(tokens: int, depth: Any = None, **settings: Any) -> Any:
-    """Greedy, with a fixed length, so that no text ends before its depth has dropped."""
+    """Greedy, of a fixed length, so that no text ends before its depth has fallen."""
     from vllm import SamplingParams
 
     extra = None if depth is None else {"depth_decay": depth}
@@ -59,6 +60,36 @@ def asked(tokens: int, depth: Any = None, **settings: Any) -> Any:
 def answered(engine: Any, prompts: list[list[int]], params: Any) -> list[list[int]]:
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def runner_of(engine: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+class _Everything:
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+
+def use_masked_passes(engine: Any, monkeypatch: Any) -> Any:
+    """As on a GPU where graphs of all batches were captured, but the passes themselves are called."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    from depthdecay.integrations.vllm import depth_graphs
+
+    def in_full_mode() -> Any:
+        slots = next(iter(get_forward_context().slot_mapping.values()))
+        descriptor = SimpleNamespace(num_tokens=len(slots))
+        return SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=descriptor)
+
+    monkeypatch.setattr(depth_graphs, "get_forward_context", in_full_mode)
+    runner = runner_of(engine)
+    made = depth_graphs.DepthGraphs(runner.get_model(), runner.max_num_tokens, runner.device, lambda function: function)
+    made.captured = _Everything()  # type: ignore[assignment]
+    monkeypatch.setattr(runner, "depth_graphs", made)
+    return made
 
 
 class Answers:

@@ -1,8 +1,9 @@
-"""`depthdecay vllm serve`: vLLM's API server with depth decay; vLLM's own flags are passed through."""
+"""`depthdecay vllm serve`: vLLM's API server with depth decay; vLLM's own flags pass through."""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 
 import typer
@@ -40,20 +41,32 @@ def serve(
         int | None,
         typer.Option(metavar="N", help="Lossless mode: drafts per step (default: 3).", rich_help_panel="Depth"),
     ] = None,
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs", help="Capture CUDA graphs by depth, with vLLM's compiler.", rich_help_panel="Depth"),
+    ] = False,
+    group_wait_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS", help="Let new requests wait up to so long to start together.", rich_help_panel="Depth"
+        ),
+    ] = None,
     allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
     """Serve a model with vLLM, e.g. serve M --plan plan/ --tensor-parallel-size 2. Takes all flags of vllm serve."""
     if mode not in (None, "decay", "lossless"):
         raise DepthDecayError(f"--mode is {mode!r}; expected decay or lossless; for full depth, use vllm serve itself")
     if window is not None and mode != "lossless":
-        raise DepthDecayError("--window sets the drafts per step, and was given without --mode lossless")
+        raise DepthDecayError("--window is the number of drafts in lossless mode; add --mode lossless, or leave it out")
+    if mode == "lossless" and (graphs or group_wait_ms is not None):
+        raise DepthDecayError("--graphs and --group-wait-ms are for depth decay; in lossless mode vLLM is stock's own")
     if mode == "lossless":
         _serve(_lossless_words(context.args, model, plan, window, allow_other_weights))
         return
     if plan.path is not None and plan.speedup is not None:
         raise DepthDecayError("--plan and --speedup were given together; vLLM serves a plan as it was saved")
     if _given(context.args, "--hf-overrides", "--hf_overrides"):
-        raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve itself")
+        raise DepthDecayError("--hf-overrides is set by this command; to add to it, use vllm serve directly")
     check_version()
     from depthdecay.integrations.vllm.settings import KEY, server_depth
     from depthdecay.plan.identity import config_identity
@@ -63,28 +76,44 @@ def serve(
     settings = _depth_settings(plan, config.num_hidden_layers)
     if allow_other_weights:
         settings["allow_other_weights"] = True
+    if group_wait_ms is not None:
+        settings["group_wait_ms"] = group_wait_ms
     stock = (config.architectures or ["an unknown architecture"])[0]
     if stock not in ARCHITECTURES:
         raise DepthDecayError(f"{stock} does not support depth decay in vLLM; supported are {', '.join(ARCHITECTURES)}")
     server_depth(settings, config.num_hidden_layers).check_shape(config_identity(config, stock))
     overrides = {"architectures": [ARCHITECTURES[stock]], KEY: settings}
-    eager = not _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
-    words = ["--enforce-eager"] if eager else []
+    chosen = _given(context.args, "--enforce-eager", "--compilation-config", "--compilation_config", "-cc")
+    if graphs and chosen:
+        raise DepthDecayError("--graphs sets --compilation-config; leave --enforce-eager and --compilation-config out")
+    words = [] if chosen else ["--enforce-eager"]
+    if graphs:
+        words = _graph_words()
     names = _names(context.args, model, folder)
     _serve(["serve", folder, *words, *names, "--hf-overrides", json.dumps(overrides), *context.args])
+
+
+def _graph_words() -> list[str]:
+    """None for vLLM's own settings; the first model runner captures few sizes, without the compiler."""
+    from depthdecay.integrations.vllm.refusals import GRAPHS
+    from depthdecay.integrations.vllm.settings import CAPTURE_SIZES
+
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
+        return []
+    return ["--compilation-config", json.dumps({**json.loads(GRAPHS), "cudagraph_capture_sizes": list(CAPTURE_SIZES)})]
 
 
 def _lossless_words(
     given: list[str], model: str, plan: opt.PlanOptions, window: int | None, allow_other_weights: bool
 ) -> list[str]:
-    """vLLM's arguments for lossless mode. The plug-in is not involved: vLLM drafts with the exported head itself."""
+    """For the stock model, without the plug-in: drafting is one of vLLM's own settings."""
     if plan.path is None or plan.speedup is not None:
         raise DepthDecayError("--mode lossless drafts with a plan's learned drafter; give --plan, and no --speedup")
     if _given(given, "--speculative-config", "--speculative_config"):
         raise DepthDecayError("--speculative-config is set by --mode lossless; leave one of them out")
     if _given(given, "--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"):
         raise DepthDecayError(
-            "a drafter shares the model's embeddings, which vLLM does not pass between pipeline stages; "
+            "a drafter shares the model's embeddings, which vLLM does not support in a pipeline of several stages; "
             "leave --pipeline-parallel-size out"
         )
     opt.at_least(1, window=window)
@@ -106,7 +135,7 @@ def _lossless_words(
 
 
 def _names(given: list[str], model: str, folder: str) -> list[str]:
-    """The served model name, if the model's files are somewhere other than its name says."""
+    """Keep the name that clients use if the weights are in another folder."""
     return [] if folder == model or _given(given, "--served-model-name") else ["--served-model-name", model]
 
 
@@ -115,7 +144,7 @@ def _given(words: list[str], *options: str) -> bool:
 
 
 def model_folder(model: str) -> str:
-    """Where vLLM finds the weights: a GGUF file and the embedded model are converted, as for our own engine."""
+    """The folder for vLLM: a GGUF file and the embedded model are converted, as for our own engine."""
     from depthdecay.model.load import embedded_file
     from depthdecay.plan.file import EMBEDDED_MODEL
 
@@ -135,8 +164,8 @@ def model_config(where: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(where)
-    except Exception as error:  # missing folder, unknown model, no network: the same to the user
-        raise DepthDecayError(f"'{where}' cannot be read as a model: {one_line(error)}") from None
+    except Exception as error:  # not there, not a model, not reachable: the same to the user
+        raise DepthDecayError(f"cannot read the model '{where}': {one_line(error)}") from None
 
 
 def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]:
@@ -151,7 +180,7 @@ def _depth_settings(options: opt.PlanOptions, num_layers: int) -> dict[str, Any]
 
 
 def _serve(words: list[str]) -> None:
-    """Like vLLM's own command, which fails to start when vLLM is a CPU build installed under another package name."""
+    """Like vLLM's own command, which does not start in CPU builds, whose package has another name."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

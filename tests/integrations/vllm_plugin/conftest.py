@@ -1,4 +1,4 @@
-"""Engines of vLLM for the tests, each started once: a start costs more than all that is asked of it."""
+"""vLLM engines for the tests, each started once: starting takes longer than all requests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Answers, our_engine, save_tiny_model, stock_engine
+from vllm_engines import Answers, our_engine, save_tiny_model, stock_engine, use_masked_passes
 
 from depthdecay.integrations.vllm import is_installed
 from depthdecay.model import load as models
 from depthdecay.plan.file import EMBEDDED_PLAN
 
-# Not elsewhere: without vLLM, these files are collected beside all other tests.
+# Only then: without vLLM, these files are collected with all other tests.
 if is_installed():
-    # One thread that may run anywhere: pinned threads that wait for each other on a busy machine take minutes.
+    # One thread, not pinned: pinned threads that wait for each other on a busy machine take minutes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -44,7 +44,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def engine_answers(smollm2: str) -> Answers:
-    """What our own engine says: with this every decayed text of vLLM is compared."""
+    """Our own engine's answers, which every decayed text of vLLM is compared with."""
     return Answers(smollm2)
 
 
@@ -55,7 +55,7 @@ def stock(smollm2: str) -> Any:
 
 @pytest.fixture(scope="session")
 def ours(smollm2: str) -> Any:
-    """With the embedded model's plan and its maps; small blocks, a cache for 13 of them, prompts in pieces of 64."""
+    """With the embedded model's plan and repair maps; small blocks, a cache for 13 of them, chunked prefill of 64."""
     blocks = 14 * 32 * 30 * 2 * 3 * 64 * 4
     return our_engine(
         smollm2,
@@ -66,6 +66,19 @@ def ours(smollm2: str) -> Any:
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
     )
+
+
+@pytest.fixture
+def graphs(ours: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return use_masked_passes(ours, monkeypatch)
+
+
+@pytest.fixture(params=["row by row", "masked"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Each layer on the rows that need it, or all rows masked, as graphs run them."""
+    if request.param == "masked":
+        request.getfixturevalue("graphs")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Passes that a CUDA graph can hold, run without one: which is chosen, and what masked rows end as."""
+"""Passes that a CUDA graph can hold, run without one: which is chosen, and what masked rows compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_engines import Answers, answered, asked
+from vllm_engines import Answers, answered, asked, runner_of
 
 from depthdecay.integrations.vllm.settings import server_depth
 from depthdecay.model.repairs import Repairs
@@ -19,42 +19,12 @@ TEXTS = ["The capital of France is", "Once upon a time, in a small village,", "d
 DEPTHS: list[Any] = [{"alpha": 0.95}, {"alpha": 1}, {"alpha": "0.99", "warmup_tokens": 4}, {"alpha": 0.9, "horizon": 9}]
 
 
-class _Everything:
-    def __contains__(self, key: Any) -> bool:
-        return True
-
-
-def runner_of(engine: Any) -> Any:
-    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-@pytest.fixture
-def graphs(ours: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As on a GPU where graphs of all batches were captured; the passes themselves are called."""
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context
-
-    from depthdecay.integrations.vllm import depth_graphs
-
-    def in_full_mode() -> Any:
-        slots = next(iter(get_forward_context().slot_mapping.values()))
-        descriptor = SimpleNamespace(num_tokens=len(slots))
-        return SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=descriptor)
-
-    monkeypatch.setattr(depth_graphs, "get_forward_context", in_full_mode)
-    runner = runner_of(ours)
-    made = depth_graphs.DepthGraphs(runner.get_model(), runner.max_num_tokens, runner.device, lambda function: function)
-    made.captured = _Everything()  # type: ignore[assignment]
-    monkeypatch.setattr(runner, "depth_graphs", made)
-    return made
-
-
 def plan_of(depth: Any) -> Any:
     return server_depth({"plan": str(EMBEDDED_PLAN)}, 30).plan_of({"depth_decay": depth})
 
 
 def test_masked_rows_give_our_engines_text(ours: Any, engine_answers: Answers, graphs: Any) -> None:
-    """Four depths in one batch, prompts among them, with maps."""
+    """Four depths in one batch, with prompts and repair maps."""
     prompts = [engine_answers.ids(text) for text in TEXTS]
     expected = [engine_answers(prompt, plan_of(depth), TOKENS) for prompt, depth in zip(prompts, DEPTHS, strict=True)]
     assert answered(ours, prompts, [asked(TOKENS, depth) for depth in DEPTHS]) == expected
@@ -83,15 +53,15 @@ def test_rows_between_two_captured_depths_take_the_deeper_one(ours: Any, engine_
     assert answered(ours, [prompt], asked(TOKENS, DEPTHS[0])) == [engine_answers(prompt, plan_of(DEPTHS[0]), TOKENS)]
 
 
-def test_nan_in_what_a_masked_row_computes_goes_nowhere(ours: Any, graphs: Any) -> None:
-    """Its keys in a dropped layer were never written, and memory that nobody wrote to may hold anything."""
+def test_nan_in_a_masked_row_does_not_spread(ours: Any, graphs: Any) -> None:
+    """Its keys in a dropped layer were never written, and unwritten memory may hold anything."""
     from depthdecay.integrations.vllm.depth_passes import DepthPass, PassKind
 
     class Layer(torch.nn.Module):
         self_attn = SimpleNamespace(attn=SimpleNamespace(layer_name="any"))
 
         def forward(self, positions: Any, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
-            residual += hidden  # as vLLM's norms, which write into what they are given
+            residual += hidden  # in place, like vLLM's norms
             return hidden.masked_fill_(positions[:, None] == 1, float("nan")), residual
 
     model = runner_of(ours).get_model()
@@ -155,7 +125,7 @@ def test_a_batch_without_a_graph_runs_the_same_pass_eagerly(
 def test_every_kind_of_pass_is_captured_for_decoding_and_one_for_mixed_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With vLLM's own dispatcher, and a runner that only notes what it would capture."""
+    """With vLLM's own dispatcher and a runner that only records what it would capture."""
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher

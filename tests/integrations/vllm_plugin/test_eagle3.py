@@ -42,8 +42,8 @@ def draft_network(engine: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "rope"), [("llama", LLAMA3), ("qwen2", PLAIN), ("qwen3", YARN)])
-def test_vllm_drafts_by_the_same_logits(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    """A prompt of 64 tokens and three chained drafts. Qwen2's attention has a bias, which the head's has not."""
+def test_vllm_drafts_with_the_same_logits(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt of 64 tokens and three chained drafts. Qwen2's attention has a bias, the head's has none."""
     model = save_tiny_model(tmp_path / "model", kind, rope_parameters=dict(rope))
     network = load(model, device="cpu").model
     head = portable_head(network, SOME_TOKENS)
@@ -71,8 +71,8 @@ def test_vllm_drafts_by_the_same_logits(kind: str, rope: dict[str, Any], tmp_pat
     assert [int(logits.argmax()) for logits in seen[:DRAFTS]] == ours.tokens[1:]
 
 
-def test_right_drafts_are_accepted(tmp_path: Path) -> None:
-    """Layers that add nothing and one embedding for all tokens: the model always says the same, and so does a head."""
+def test_correct_drafts_are_accepted(tmp_path: Path) -> None:
+    """Layers that add nothing and one embedding for all tokens: model and head always predict the same token."""
     folder = save_tiny_model(tmp_path / "random", "llama")
     network = load(folder, device="cpu").model
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The second model runner's side, as far as it can be run without a GPU: our part, with made-up batches."""
+"""Our part of the second model runner, with made-up batches: the runner itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ def state(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.model = SimpleNamespace(depth=server_depth({"alpha": 0.9}, 8))
     made.device = torch.device("cpu")
     made.rope_state = made.prompt_embeds_state = made._attend = None
-    made._plans = {}
+    made._plans, made._prompts = {}, {}
     return made
 
 
 class Group:
-    """Stands for a group of attention layers, and keeps what it is told."""
+    """Stands for a group of attention layers, and returns what it is given."""
 
     layer_names = ("a", "b")
 
     def build_metadata(self, about: Any) -> Any:
         return about
 
+    def get_metadata_builder(self) -> Any:
+        """By which 0.26 builds it."""
+        return SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata: common_attn_metadata)
+
 
 def test_rows_go_as_deep_as_their_requests_ask_and_dummies_all_the_way(state: Any) -> None:
     params = SimpleNamespace(extra_args={"depth_decay": {"alpha": 0.5}})
-    state.add_request(3, SimpleNamespace(req_id="fast", sampling_params=params))
-    state.add_request(1, SimpleNamespace(req_id="plain", sampling_params=SimpleNamespace(extra_args=None)))
+    state.add_request(3, SimpleNamespace(req_id="fast", sampling_params=params, prompt_token_ids=[1] * 7))
+    plain = SimpleNamespace(extra_args=None)
+    state.add_request(1, SimpleNamespace(req_id="plain", sampling_params=plain, prompt_token_ids=[1] * 10))
     batch = SimpleNamespace(
         req_ids=["plain", "fast", "made up"],
         idx_mapping_np=np.array([1, 3, 0]),
@@ -51,7 +56,7 @@ def test_rows_go_as_deep_as_their_requests_ask_and_dummies_all_the_way(state: An
         num_scheduled_tokens=np.array([1, 3, 2]),
         num_tokens=6,
     )
-    # Of "fast", which was put off, a prompt of 7 and two generated tokens are computed again.
+    # "fast" was preempted: of its prompt of 7 and its text, positions 6 to 8 are computed again.
     lengths = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([2, 10, 0, 7])))
     tables = (torch.arange(12).reshape(3, 4),)
     state.prepare_attn(batch, None, tables, torch.arange(100, 108).reshape(1, 8), [[Group()]], None)
@@ -70,7 +75,7 @@ def test_rows_go_as_deep_as_their_requests_ask_and_dummies_all_the_way(state: An
 
 
 def test_the_runner_calls_it_as_it_is_written() -> None:
-    """By the source of the pinned version: names and order of what is overridden."""
+    """The overridden methods have vLLM's names and order of parameters."""
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     from depthdecay.integrations.vllm.model_state import DepthDecayModelState

@@ -16,7 +16,7 @@ ALPHAS = ["0.9", "1", "0.97"]
 
 
 @pytest.mark.parametrize("stock", ARCHITECTURES)
-def test_each_architecture_says_what_our_engine_says(stock: str, tmp_path: Path) -> None:
+def test_each_architecture_gives_our_engines_answers(stock: str, tmp_path: Path) -> None:
     kind = stock.removesuffix("ForCausalLM").lower()
     folder = save_tiny_model(tmp_path, kind)
     answers = Answers(folder)

@@ -23,7 +23,7 @@ SEVERAL = {"distributed_executor_backend": "mp", "enable_prefix_caching": False}
 
 
 def test_two_pipeline_stages_with_a_repair_across_them(smollm2: str, engine_answers: Answers) -> None:
-    """The map of layers 14 and 15 runs in the first stage, and the second begins with a dropped layer."""
+    """The map of layers 14 and 15 runs in the first stage; the second one starts with a dropped layer."""
     engine = our_engine(smollm2, {"plan": str(EMBEDDED_PLAN)}, pipeline_parallel_size=2, **SEVERAL)
     try:
         prompts = [engine_answers.ids(text) for text in ("The capital of France is", "Once upon a time", "Water boils")]
@@ -52,7 +52,7 @@ def test_two_tensor_parallel_ranks(tiny: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`depthdecay vllm serve`, as a user starts it; gives its address."""
+    """The address of `depthdecay vllm serve`, started as a user would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

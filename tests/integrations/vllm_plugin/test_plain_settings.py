@@ -1,4 +1,4 @@
-"""What servers and requests say about depth, and which rows run which layer: numbers only, without vLLM."""
+"""Depth settings of servers and requests, and which rows run which layer: only numbers, without vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from depthdecay.plan.identity import ModelIdentity
 CPU = torch.device("cpu")
 
 
-def test_a_server_without_a_word_runs_all_layers_and_lets_requests_decay() -> None:
+def test_a_server_without_settings_runs_all_layers_and_lets_requests_decay() -> None:
     depth = server_depth(None, 12)
     assert depth.plan_of(None).depths(100) == (12,) * 100
     assert depth.plan_of({"other": 1}) is depth.plan
@@ -65,7 +65,7 @@ def test_requests_stay_on_the_servers_ladder_and_where_it_has_maps() -> None:
         ([], "expected an object"),
     ],
 )
-def test_a_server_that_says_nonsense_is_refused(server: Any, message: str) -> None:
+def test_a_server_with_bad_settings_is_refused(server: Any, message: str) -> None:
     with pytest.raises(DepthDecayError, match=message) as refused:
         server_depth(server, 12)
     assert "\n" not in str(refused.value)
@@ -90,7 +90,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with pytest.raises(DepthDecayError, match=r"is for vLLM 0\.32\.0 or 0\.26\.0, but this is 0\.33\.1"):
         check_version()
     with caplog.at_level("WARNING", logger="vllm.depthdecay"):
-        register()  # in somebody else's server as well: it says why, changes nothing and does not end it
+        register()  # also in somebody else's server: a warning, and nothing changes
     assert "depthdecay is not registered: depth decay inside vLLM is for vLLM 0.32.0 or 0.26.0" in caplog.text
     for words in (["vllm", "serve", "any", "--alpha", "0.9"], ["bench-vllm"]):
         refused = CliRunner().invoke(app, words)
@@ -116,13 +116,17 @@ def test_without_vllm_its_commands_say_what_to_install(monkeypatch: pytest.Monke
         (["--hf-overrides", "{}"], "--hf-overrides is set by this command"),
         (["--plan", str(EMBEDDED_PLAN), "--speedup", "1.2"], "--plan and --speedup were given together"),
         (["--mode", "full"], "--mode is 'full'; expected decay or lossless"),
-        (["--window", "3"], "--window sets the drafts per step, and was given without --mode lossless"),
+        (["--window", "3"], "--window is the number of drafts in lossless mode; add --mode lossless"),
         (["--mode", "lossless"], "--mode lossless drafts with a plan's learned drafter; give --plan"),
         (
             ["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--speculative-config", "{}"],
             "--speculative-config is set by --mode lossless",
         ),
         (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--window", "0"], "--window is 0"),
+        (
+            ["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "--graphs"],
+            "--graphs and --group-wait-ms are for depth",
+        ),
         (["--mode", "lossless", "--plan", str(EMBEDDED_PLAN), "-pp", "2"], "leave --pipeline-parallel-size out"),
     ],
 )
@@ -158,7 +162,7 @@ def test_a_layers_rows_are_those_whose_plan_keeps_it(requests: list[tuple[int, i
             continue
         assert isinstance(runs, Rows)
         assert runs.index.tolist() == np.flatnonzero(expected).tolist()
-        # Attention takes the rows of a request for its next positions: they must be the first ones.
+        # Attention takes the rows of a request as its next positions, so they must be the first ones.
         cuts = np.cumsum([0, *(part.tokens for part in parts)])
         kept = [expected[a:b] for a, b in pairwise(cuts)]
         assert all(row == sorted(row, reverse=True) for row in kept)

@@ -1,4 +1,4 @@
-"""What cannot work with depth decay: each refused when the server starts, or the request comes in, with what to do."""
+"""What cannot work with depth decay is refused, when the server starts or the request arrives, with what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from depthdecay.plan.file import EMBEDDED_PLAN
 
 
 def configured(model: str, **settings: Any) -> Any:
-    """As an engine is configured, without starting it."""
+    """The configuration of an engine that is not started."""
     from vllm.engine.arg_utils import EngineArgs
 
     depth = settings.pop("depth_decay", {})
@@ -30,6 +30,8 @@ def test_a_server_is_given_our_worker_and_where_prefixes_are_cached_our_schedule
     assert config.parallel_config.worker_cls == "depthdecay.integrations.vllm.worker.DepthDecayWorker"
     assert config.scheduler_config.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
     assert configured(tiny, enable_prefix_caching=False).scheduler_config.scheduler_cls is None
+    waiting = configured(tiny, enable_prefix_caching=False, depth_decay={"group_wait_ms": 50}).scheduler_config
+    assert waiting.scheduler_cls == "depthdecay.integrations.vllm.scheduler.make_scheduler"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
 
 
 def test_a_plan_with_maps_for_other_weights_is_refused_when_weights_are_loaded(smollm2: str, tmp_path: Path) -> None:
-    """The same shape with other numbers, as another training run would have."""
+    """The same shape with other weights, as from another training run."""
     from safetensors.torch import load_file, save_file
 
     other = tmp_path / "other"
@@ -81,7 +83,7 @@ def test_a_plan_with_maps_for_other_weights_is_refused_when_weights_are_loaded(s
 def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
     tiny: str, monkeypatch: pytest.MonkeyPatch, part: str, values: dict[str, Any], message: str
 ) -> None:
-    """Of a configuration that is whole, since vLLM would refuse these on a CPU or in a tiny model by itself."""
+    """In a complete configuration: on a CPU or for a tiny model, vLLM itself would refuse these."""
     from depthdecay.integrations.vllm.refusals import DepthDecayModelConfig
 
     config = configured(tiny)
@@ -91,6 +93,32 @@ def test_what_this_machine_cannot_be_asked_for_is_refused_where_it_can(
         DepthDecayModelConfig.verify_and_update_config(config)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": 2}, "use mode 0 or 3, not DYNAMO_TRACE_ONCE"),
+        ({"cudagraph_mode": "PIECEWISE"}, "which cudagraph_mode PIECEWISE does not have"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, None),
+        ({}, None),
+    ],
+)
+def test_the_second_runner_takes_full_graphs_of_decode_batches(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str | None
+) -> None:
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from depthdecay.integrations.vllm import refusals
+
+    config = configured(tiny)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    monkeypatch.setattr(config, "compilation_config", CompilationConfig(**values))
+    monkeypatch.setattr(refusals, "GRAPHS_IN_SECOND_RUNNER", True)
+    reasons = list(refusals._reasons_against_graphs(config))
+    assert [message in reason for reason in reasons] == [True] if message else not reasons
+    monkeypatch.setattr(refusals, "GRAPHS_IN_SECOND_RUNNER", False)
+    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in next(refusals._reasons_against_graphs(config))
+
+
 def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import platforms
 
@@ -98,18 +126,18 @@ def test_other_devices_and_the_front_end_in_rust_are_refused(tiny: str, monkeypa
 
     config = configured(tiny)
     with monkeypatch.context() as changed:
-        # Not the environment, which vLLM may have read for good when an engine started.
+        # Not the environment: vLLM may have cached it when an engine started.
         changed.setattr("vllm.envs.VLLM_USE_RUST_FRONTEND", True)
         with pytest.raises(DepthDecayError, match="leave VLLM_USE_RUST_FRONTEND out"):
             DepthDecayModelConfig.verify_and_update_config(config)
     for kind in ("is_cpu", "is_cuda_alike"):
         monkeypatch.setattr(type(platforms.current_platform), kind, lambda self: False)
-    with pytest.raises(DepthDecayError, match="not for this device"):
+    with pytest.raises(DepthDecayError, match="not this device"):
         DepthDecayModelConfig.verify_and_update_config(config)
 
 
-def test_compilation_that_is_asked_for_beside_eager_mode_stays_off(tiny: str) -> None:
-    """Compiled, the first step's depth would be that of all."""
+def test_eager_mode_turns_compilation_off(tiny: str) -> None:
+    """Compiled code would run every step at the first one's depth."""
     config = configured(tiny, compilation_config={"mode": 3, "cudagraph_mode": "FULL"}).compilation_config
     assert (config.mode.name, config.cudagraph_mode.name) == ("NONE", "NONE")
 
@@ -122,7 +150,7 @@ def test_compilation_that_is_asked_for_beside_eager_mode_stays_off(tiny: str) ->
             {"hf_overrides": {"depth_decay": {"alpha": 0.9}}, "model_impl": "transformers"},
             "TransformersForCausalLM would ignore it; known are LlamaForCausalLM",
         ),
-        # This one by vLLM itself.
+        # vLLM itself refuses this one.
         (
             {"hf_overrides": {"architectures": ["DepthDecayLlamaForCausalLM"]}, "model_impl": "transformers"},
             "'DepthDecayLlamaForCausalLM' is not a registered model in the Transformers library",
@@ -134,7 +162,7 @@ def test_a_model_that_would_ignore_the_plan_does_not_start(tiny: str, settings: 
         stock_engine(tiny, skip_tokenizer_init=True, max_model_len=200, **settings)
 
 
-def test_a_model_of_another_kind_is_told_which_kinds_there_are() -> None:
+def test_a_model_of_another_kind_is_refused_with_the_kinds_there_are() -> None:
     from depthdecay.integrations.vllm.admission import check_model
 
     other = SimpleNamespace(architecture="GPT2LMHeadModel", hf_config=SimpleNamespace(depth_decay={"alpha": 0.9}))
@@ -157,19 +185,20 @@ def test_blocks_that_attention_splits_are_refused_when_the_cache_is_made(monkeyp
 
     monkeypatch.setattr(PlatformWorker, "initialize_from_config", lambda self, config: None)
     worker = DepthDecayWorker.__new__(DepthDecayWorker)
+    worker.use_v2_model_runner = False
     whole, split = SimpleNamespace(kernel_block_size=None), SimpleNamespace(kernel_block_size=16)
     worker.model_runner = SimpleNamespace(attn_groups=[[whole]])
     worker.initialize_from_config(None)
     worker.model_runner = SimpleNamespace(attn_groups=[[whole], [whole, split]])
-    if releases.IS_0_26:  # whose tables of blocks are split for each request, before attention sees them
+    if releases.IS_0_26:  # its block tables are split per request, before attention sees them
         worker.initialize_from_config(None)
         return
     with pytest.raises(DepthDecayError, match="add --block-size 16"):
         worker.initialize_from_config(None)
 
 
-def test_a_worker_that_does_not_tell_depths_ends_at_its_first_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was put in the place of ours behind vLLM's back."""
+def test_a_worker_that_passes_no_depths_fails_at_its_first_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that replaced ours after the configuration was checked."""
     model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     monkeypatch.setattr("depthdecay.integrations.vllm.models.is_forward_context_available", lambda: True)
     monkeypatch.setattr(
@@ -180,7 +209,7 @@ def test_a_worker_that_does_not_tell_depths_ends_at_its_first_step(ours: Any, mo
         model(None, None)
 
 
-def test_weights_that_were_loaded_unseen_are_told_of(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_were_loaded_unseen_get_a_warning(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ours.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     told: list[str] = []
     monkeypatch.setattr(
@@ -194,13 +223,13 @@ def test_weights_that_were_loaded_unseen_are_told_of(ours: Any, monkeypatch: pyt
     assert "is unknown" in told[0]
 
 
-def test_beams_and_prompts_in_pieces_are_refused_and_the_engine_goes_on(ours: Any) -> None:
+def test_beams_and_streaming_input_are_refused_and_the_engine_goes_on(ours: Any) -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import BeamSearchParams
 
     with pytest.raises(VLLMValidationError, match="leave use_beam_search out"):
         ours.beam_search([{"prompt_token_ids": [5, 6, 7]}], BeamSearchParams(beam_width=2, max_tokens=4))
     processor = ours.llm_engine.input_processor
-    with pytest.raises(VLLMValidationError, match="whose prompt comes in pieces"):
+    with pytest.raises(VLLMValidationError, match="streaming input cannot be served with depth decay"):
         processor.process_inputs("r", {"prompt_token_ids": [5, 6, 7]}, asked(4), ("generate",), resumable=True)
     assert len(ours.generate([{"prompt_token_ids": [5, 6, 7]}], asked(4), use_tqdm=False)) == 1

@@ -1,6 +1,6 @@
-"""What a request says about depth is checked where it comes in: later an error would end the engine for everybody.
+"""Check a request's depth settings in the front end: an error further down would end the engine for everybody.
 
-And a front end that is about to run another model than the plug-in's, with depth decay asked for, is stopped there too.
+A server that is asked for depth decay but runs a model without it is stopped here too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DONE = "_checks_depth_decay"
 
 
 def install() -> None:
-    """Wrap vLLM's input processor: its hooks for plug-ins see a request, but not which model it is for."""
+    """Wrap vLLM's input processor: its hooks for plug-ins see a request, but not the model."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -43,8 +43,8 @@ def install() -> None:
     def refuse_beams(model_config: Any) -> None:
         if model_config.architecture in ARCHITECTURES.values():
             raise VLLMValidationError(
-                "beam search asks for each token anew, as if all before it were a prompt, so every token would run all "
-                "layers; leave use_beam_search out",
+                "beam search submits each token as the end of a new prompt, so every token would run all layers; leave "
+                "use_beam_search out",
                 parameter=KEY,
             )
 
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a server that was asked for depth decay, but runs a model that does not know of it."""
+    """Refuse depth decay for a model that would ignore it."""
     if model.architecture in ARCHITECTURES.values() or getattr(model.hf_config, KEY, None) is None:
         return
     ours = ARCHITECTURES.get(model.architecture)
@@ -69,13 +69,13 @@ def _check(processor: Any, params: Any, resumable: bool) -> None:
     if processor.model_config.architecture not in ARCHITECTURES.values():
         if KEY in extra_args:
             raise DepthDecayError(
-                f"this request asks for {KEY}, but the server runs {processor.model_config.architecture} without it"
+                f"this request has {KEY}, but the server runs {processor.model_config.architecture} without it"
             )
         return
     if resumable:
         raise DepthDecayError(
-            "a request whose prompt comes in pieces cannot be served with depth decay: what was generated between them "
-            "lacks keys and values"
+            "streaming input cannot be served with depth decay: text generated between pieces of a prompt lacks keys "
+            "and values; send the whole prompt"
         )
     if not hasattr(processor, KEY):
         setattr(processor, KEY, depth_of(config))

@@ -1,4 +1,4 @@
-"""What vLLM's attention backends are told about some rows of a step: a smaller batch of the same requests."""
+"""Attention metadata for some rows of a step: a smaller batch of the same requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from depthdecay.integrations.vllm.layer_rows import Rows
 from depthdecay.integrations.vllm.layers import Attend, Attention
 from depthdecay.integrations.vllm.releases import build_metadata, split_block_size
 
-# Those whose builders make new metadata each time. Others keep one plan a step in buffers of their own, which a second
-# set of rows would overwrite.
+# Backends whose builders return new metadata each time. Others keep one plan per step in their own buffers, which a
+# second set of rows would overwrite.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
@@ -25,7 +25,7 @@ def attend_with(
     slot_mappings: Sequence[torch.Tensor],
     device: torch.device,
 ) -> Attend:
-    """From what a runner has prepared for the whole batch, by group of layers that share cache blocks."""
+    """Built from what a runner has prepared for the whole batch, per group of layers that share cache blocks."""
 
     def attend(rows: Rows) -> Attention:
         metadata: dict[str, Any] = {}
@@ -47,18 +47,18 @@ def attend_with(
 
 
 def check_blocks(attn_groups: Sequence[Sequence[Any]]) -> None:
-    """Refuse a cache whose blocks attention splits: it writes their table into one buffer, over that of other rows."""
+    """Refuse a cache whose blocks attention splits: it keeps their table in one buffer, which other rows overwrite."""
     for group in (group for groups in attn_groups for group in groups):
         split = split_block_size(group)
         if split is not None:
             raise DepthDecayError(
-                f"attention splits the cache's blocks into blocks of {split}, which depth decay "
-                f"cannot do for some of the rows; add --block-size {split}"
+                f"attention splits cache blocks into blocks of {split}, which depth decay cannot do for some of the "
+                f"rows; add --block-size {split}"
             )
 
 
 def _common(rows: Rows, device: torch.device) -> dict[str, Any]:
-    """What all groups share. The kept tokens of a request are its first, so it is as long as they reach."""
+    """What all groups share. The rows kept of a request are its first ones, so its length ends with them."""
     starts = torch.from_numpy(np.concatenate(([0], np.cumsum(rows.tokens))).astype(np.int32))
     lengths = torch.from_numpy(rows.computed + rows.tokens)
     return {

@@ -1,4 +1,4 @@
-"""Speed inside vLLM: its stock model and the plug-in at several depths, turn by turn in one process."""
+"""Benchmark stock vLLM and the plug-in at several depths, in turns within one process, in eager mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKLOADS = ("batch-1", "batch-16", "mix")
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that come at once: the length of each prompt and of each answer, and how many run at a time."""
+    """Requests that arrive together: the lengths of prompts and answers, and how many run at a time."""
 
     name: str
     prompts: tuple[int, ...]
@@ -30,7 +30,7 @@ class Workload:
     @classmethod
     def named(cls, name: str, new_tokens: int, prompt_tokens: int) -> Workload:
         if name == "mix":
-            # From a quarter of the length to all of it, in an order that has nothing to do with it.
+            # From a quarter of the length to all of it, shuffled.
             answers = [new_tokens // 4 + 3 * new_tokens * number // (4 * 23) for number in range(24)]
             random.Random(0).shuffle(answers)
             return cls(name, (prompt_tokens,) * 24, tuple(answers), SLOTS)
@@ -42,7 +42,7 @@ class Workload:
 
 @dataclass
 class VllmRow:
-    """One way to decode one workload. Seconds are of the whole run, prompts included."""
+    """One method on one workload. Seconds are of whole runs, prompts included."""
 
     workload: str
     method: str
@@ -51,8 +51,8 @@ class VllmRow:
     layer_speedup: float = 1.0
     median: float = 0.0
     tokens_per_second: float = 0.0
-    ratios: list[float] = field(default_factory=list)  # stock's seconds over these, round by round
-    speedup: float | None = None  # their median: what slows a whole round down is in both
+    ratios: list[float] = field(default_factory=list)  # stock's seconds over these, per round
+    speedup: float | None = None  # their median: what slows down a whole round affects both
 
 
 def run_bench(
@@ -67,7 +67,7 @@ def run_bench(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[dict[str, Any]]:
-    """Every plan is asked for by request, so all of them share one engine beside the stock one."""
+    """Requests choose their plan, so all plans share one engine; stock has another."""
     jobs = [Workload.named(name, new_tokens, prompt_tokens) for name in workloads]
     progress("starting vLLM, stock and with the plug-in")
     longest = prompt_tokens + max(max(job.answers) for job in jobs)

@@ -1,13 +1,14 @@
-"""All rows of a batch through the layers of its deepest row: a pass that one CUDA graph can hold.
+"""All rows of a batch run the layers of its deepest row: a pass that one CUDA graph can hold.
 
-Where weights bound a step, a layer costs the same for one row as for all of them. So rows that have dropped a layer
-go through it as well, keep the state they had, and write no keys and values there.
+Where reading weights bounds a step, a layer costs the same for one row as for all. So rows that have dropped a layer
+run it too, but keep the state they had and write no keys and values there.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,31 +20,35 @@ from depthdecay.integrations.vllm.layers import first_state, last_state
 from depthdecay.model.repairs import Repair, Repairs
 from depthdecay.plan.ladder import Ladder
 
-# vLLM's kernels write nothing for such a slot.
+# vLLM's kernels skip this slot.
 _NO_SLOT = -1
+
+Kernels = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class PassKind:
-    """What a graph is captured for: how deep it goes, and whether some of its rows have dropped layers of it."""
+    """What a graph is captured for: its depth, and whether some rows have dropped layers that it runs."""
 
     depth: int
     masked: bool
 
 
 class DepthPass:
-    """The model as a function of one kind of pass. What it reads of a step lies in buffers that stay where they are."""
+    """The model as one kind of pass. What it reads about a step is in persistent buffers."""
 
-    def __init__(self, model: Any, kind: PassKind, row_depths: torch.Tensor) -> None:
+    def __init__(self, model: Any, kind: PassKind, row_depths: torch.Tensor, kernels: Kernels = nullcontext) -> None:
         self.model = model
+        self.kernels = kernels
         self.kind = kind
         self.row_depths = row_depths
         ladder: Ladder = model.depth.plan.ladder
         self.least = least_depths(ladder)
         self.maps = _maps_by_layer(model.repairs, kind)
-        # Copied to the device here: a capture cannot wait for the host.
+        # Copied to the device here: a capture cannot synchronise with the host.
         self.least_on_device = torch.tensor(self.least, dtype=torch.int32, device=row_depths.device)
-        self.shallowest = ladder.min_layers
+        # Layers that every row runs need no mask.
+        self.shallowest = model.depth.least_depth
 
     def __call__(
         self,
@@ -53,6 +58,16 @@ class DepthPass:
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
         assert positions is not None
+        with self.kernels():
+            return self._run(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any,
+        inputs_embeds: torch.Tensor | None,
+    ) -> Any:
         inner = self.model.model
         hidden, residual = first_state(inner, input_ids, intermediate_tensors, inputs_embeds)
         if residual is None:
@@ -70,21 +85,21 @@ class DepthPass:
                 hidden, residual = layer(positions, hidden, residual)
                 continue
             slots.tell_attention(layer.self_attn.attn.layer_name, index)
-            # vLLM's norms write into what they are given.
+            # vLLM's norms work in place.
             new_hidden, new_residual = layer(positions, hidden.clone(), residual.clone())
             keeps = slots.keeps[index, :, None]
-            # A product with 0 would not do: rows that read unwritten keys may hold NaN.
+            # Not a product with 0: rows that read unwritten keys may hold NaN.
             hidden = torch.where(keeps, new_hidden, hidden)
             residual = torch.where(keeps, new_residual, residual)
         return last_state(inner, hidden, residual)
 
     def __getattr__(self, name: str) -> Any:
-        """All else that the runner asks of its model."""
+        """Whatever else the runner needs from its model."""
         return getattr(self.__dict__["model"], name)
 
 
 class _LayerSlots:
-    """For every layer, which rows keep it, and where these put their keys and values."""
+    """For every layer, which rows run it, and the cache slots of their keys and values."""
 
     def __init__(self, depths: torch.Tensor, least: torch.Tensor) -> None:
         self.keeps = depths[None] >= least[:, None]
@@ -93,20 +108,20 @@ class _LayerSlots:
     def tell_attention(self, layer_name: str, index: int) -> None:
         context = get_forward_context()
         if context.attn_metadata is None:
-            return  # a dummy run that leaves attention out
+            return  # a dummy run without attention
         whole = context.slot_mapping[layer_name]
-        # Layers of a group share one tensor.
+        # The layers of a group share one tensor.
         if id(whole) not in self._slots:
             self._slots[id(whole)] = torch.where(self.keeps[:, : whole.shape[0]], whole, _NO_SLOT)
         own = self._slots[id(whole)][index]
         context.slot_mapping[layer_name] = own
-        # Some backends write by their metadata's slots instead.
+        # Some backends read slots from their metadata instead.
         context.attn_metadata[layer_name] = copy.copy(context.attn_metadata[layer_name])
         context.attn_metadata[layer_name].slot_mapping = own
 
 
 def _maps_by_layer(repairs: Repairs, kind: PassKind) -> dict[int, list[tuple[tuple[int, ...], Repair]]]:
-    """The maps before each layer, each once with the depths whose rows take it."""
+    """The repair maps before each layer, each with the depths whose rows it is applied to."""
     found: dict[int, dict[int, tuple[list[int], Repair]]] = {}
     for depth, maps in sorted(repairs.at_depth.items()):
         if depth > kind.depth or (depth < kind.depth and not kind.masked):
@@ -126,7 +141,7 @@ def _rows_at(depths: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
 def _repaired(
     hidden: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None, repair: Repair
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a map says about rows, in the place of their state; None for all rows."""
+    """Replace the state of these rows by what the map computes; None means all rows."""
     guess = repair(hidden + residual)
     if rows is None:
         return torch.zeros_like(hidden), guess

@@ -1,4 +1,4 @@
-"""One step of a batch: which rows run which layer. Plain numbers and index tensors, without vLLM."""
+"""One step of a batch: which rows run which layer. Only numbers and index tensors, without vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scheduled:
 
 
 class Rows:
-    """Some rows of a step. Of each request they are the first: ladders are nested and depth never rises."""
+    """Some rows of a step: the first ones of each request, since ladders are nested and depth never rises."""
 
     def __init__(self, step: Step, mask: np.ndarray) -> None:
         self.index_np = np.flatnonzero(mask)
@@ -42,10 +42,10 @@ class Rows:
 
 
 class Step:
-    """The depth of every row, and from it the rows of every layer.
+    """The depth of every row, and the rows of every layer.
 
-    All requests share one ladder, so a layer's rows are those at its least depth or deeper, and layers whose least
-    depths lie between the same two depths of the batch have the same rows: one object, built once.
+    All requests share one ladder, so a layer runs on the rows at its least depth or deeper. Layers whose least depths
+    lie between the same two depths of the batch have the same rows, so they share one object.
     """
 
     def __init__(self, scheduled: Sequence[Scheduled], ladder: Ladder, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Step:
         return np.concatenate(([0], np.cumsum(tokens[:-1]))).astype(np.int64)
 
     def runs(self, layer: int) -> Rows | bool:
-        """The rows of a layer: True for all of them, False for none."""
+        """The rows that run a layer: True for all, False for none."""
         least = self.least[layer]
         if least <= self.reached[0]:
             return True

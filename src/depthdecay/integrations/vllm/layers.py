@@ -1,4 +1,4 @@
-"""The layers of a vLLM model, each run on the rows that need it."""
+"""Run each layer of a vLLM model on the rows that need it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from vllm.sequence import IntermediateTensors
 from depthdecay.integrations.vllm.layer_rows import Rows, Step
 from depthdecay.model.repairs import Repairs
 
-# What attention has to know about some rows: its metadata and the cache slots, by the name of the attention layer.
+# Attention metadata and cache slots for some rows, by the name of the attention layer.
 Attention = tuple[dict[str, Any], dict[str, torch.Tensor]]
 Attend = Callable[[Rows], Attention]
 
 
 class DepthStep:
-    """What the model runner hands to the model: the step, and how attention is told about some of its rows."""
+    """What the model runner passes to the model: the step, and how to build attention metadata for some of its rows."""
 
-    def __init__(self, step: Step, attend: Attend) -> None:
+    def __init__(
+        self,
+        step: Step,
+        attend: Attend,
+        run_instead: Callable[..., Any] | None = None,
+        on_run: Callable[[Step], None] | None = None,
+    ) -> None:
         self.step = step
         self._attend = attend
+        # With graphs by depth: the pass that runs all rows to one depth, and who counts steps without a graph.
+        self.run_instead = run_instead
+        self.on_run = on_run
         self._told: dict[int, Attention] = {}
 
     def tell_attention(self, rows: Rows, layer_name: str) -> None:
-        """For the one layer that runs next: each reads its own entry of the forward context."""
+        """Set the entry of the layer that runs next: each reads its own in the forward context."""
         if id(rows) not in self._told:
             self._told[id(rows)] = self._attend(rows)
         metadata, slots = self._told[id(rows)]
@@ -37,10 +46,10 @@ class DepthStep:
 
 
 class State:
-    """The state of all rows, and those of them that the current layers work on.
+    """The state of all rows, and of those that the current layers run on.
 
-    vLLM hands it on in two parts, what the last layer added and all before it. Rows are gathered and scattered only
-    where the set changes.
+    vLLM keeps it in two parts: what the last layer added, and the residual before it. Rows are gathered and scattered
+    only where the set changes.
     """
 
     def __init__(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -50,7 +59,7 @@ class State:
         self.positions, self.hidden, self.residual = positions, hidden, residual
 
     def take(self, rows: Rows | None) -> None:
-        """Go on with these rows, None for all."""
+        """Continue with these rows; None means all."""
         self.rows = rows
         if rows is None:
             self.positions, self.hidden, self.residual = self.all_positions, self.all_hidden, self.all_residual
@@ -69,13 +78,13 @@ class State:
         self.take(None)
 
     def whole_residual(self) -> torch.Tensor:
-        """Before the first layer there is none, which zero says as well."""
+        """There is none before the first layer; zeros are equivalent."""
         if self.all_residual is None:
             self.all_residual = torch.zeros_like(self.all_hidden)
         return self.all_residual
 
     def repair(self, rows: torch.Tensor, repaired: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put what a map says about these rows in the place of their state; `put_back` has been called."""
+        """Replace the state of these rows by what a map computes; `put_back` has been called."""
         residual = self.whole_residual()
         guess = repaired(self.all_hidden[rows] + residual[rows])
         self.all_hidden.index_fill_(0, rows, 0)
@@ -92,7 +101,7 @@ def run_layers(
     intermediate_tensors: IntermediateTensors | None,
     inputs_embeds: torch.Tensor | None,
 ) -> torch.Tensor | IntermediateTensors:
-    """What the model's own forward does, with each layer on its rows. `model` is the decoder below the output head."""
+    """The model's forward pass with each layer on its rows. `model` is the decoder below the LM head."""
     state = State(positions, *first_state(model, input_ids, intermediate_tensors, inputs_embeds))
     step = depth.step
     maps = [(at, repairs.at(at)) for at in step.reached if at in repairs.at_depth]
@@ -102,7 +111,7 @@ def run_layers(
         if runs is not here:
             here = runs
             state.put_back()
-            # A map stands where its rows stop running, so the rows that run change there too.
+            # A map is applied where its rows stop running, so the set of rows changes there too.
             for at, of_layer in maps:
                 if index in of_layer:
                     state.repair(step.rows_at(at), of_layer[index])
@@ -123,7 +132,7 @@ def first_state(
     intermediate_tensors: IntermediateTensors | None,
     inputs_embeds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the first layer of this pipeline stage is given."""
+    """The input of this pipeline stage's first layer."""
     if get_pp_group().is_first_rank:
         return (model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds), None
     assert intermediate_tensors is not None
@@ -131,7 +140,7 @@ def first_state(
 
 
 def last_state(model: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | IntermediateTensors:
-    """What this pipeline stage hands on."""
+    """The output of this pipeline stage."""
     if not get_pp_group().is_last_rank:
         return IntermediateTensors({"hidden_states": hidden, "residual": residual})
     normed, _ = model.norm(hidden, residual)

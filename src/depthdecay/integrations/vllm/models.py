@@ -1,4 +1,4 @@
-"""The models that the plug-in adds: vLLM's own, whose layers run only for the rows that need them."""
+"""The models that the plug-in adds: vLLM's own classes, whose layers run only for the rows that need them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = init_logger("vllm.depthdecay")
 
 
 class DepthDecayMixin:
-    """Put before one of vLLM's classes. At full depth that class runs untouched."""
+    """Precedes one of vLLM's classes in the bases. At full depth that class runs unchanged."""
 
     architecture: str
 
@@ -36,7 +36,7 @@ class DepthDecayMixin:
         self.depth = depth_of(config)
         self._check_attention()
         self._weights_seen = False
-        # The worker says so: made-up rows have no depth.
+        # Set by the worker: dummy rows have no depth.
         self.in_dummy_run = False
         found = Repairs.of_plan(self.depth.plan)
         if found is not None:
@@ -53,8 +53,12 @@ class DepthDecayMixin:
     ) -> Any:
         if depth_step is None and not self.in_dummy_run:
             _refuse_to_guess()
+        if depth_step is not None and depth_step.on_run is not None:
+            depth_step.on_run(depth_step.step)
         if depth_step is None or depth_step.step.is_full:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
+        if depth_step.run_instead is not None:
+            return depth_step.run_instead(input_ids, positions, intermediate_tensors, inputs_embeds)
         inner = self.model  # type: ignore[attr-defined]
         return run_layers(inner, depth_step, self.repairs, input_ids, positions, intermediate_tensors, inputs_embeds)
 
@@ -67,13 +71,13 @@ class DepthDecayMixin:
         return loaded
 
     def tell_of_unseen_weights(self) -> None:
-        """Some formats, such as sharded_state, are loaded past `load_weights`."""
+        """Some formats, such as sharded_state, bypass `load_weights`."""
         if not self._weights_seen:
             shape = config_identity(self.config, self.architecture)  # type: ignore[attr-defined]
             _WatchedWeights(self.depth.plan).check(shape, self.depth.allow_other_weights)
 
     def get_model_state_cls(self) -> type:
-        """Asked for by the second model runner only."""
+        """Only the second model runner calls this."""
         from depthdecay.integrations.vllm.model_state import DepthDecayModelState
 
         return DepthDecayModelState
@@ -84,12 +88,12 @@ class DepthDecayMixin:
             backend = inner.layers[index].self_attn.attn.attn_backend.get_name()
             if backend not in BACKENDS:
                 raise DepthDecayError(
-                    f"depth decay is not written for the attention backend {backend}; add --attention-backend with one "
+                    f"depth decay does not support the attention backend {backend}; add --attention-backend with one "
                     f"of {', '.join(BACKENDS)}"
                 )
 
     def _own(self, repairs: Repairs, vllm_config: Any) -> Repairs:
-        """The maps that begin in this pipeline stage, where the model is and in its numbers; each tensor once."""
+        """The maps that start in this pipeline stage, on the model's device and in its precision; each tensor once."""
         inner = self.model  # type: ignore[attr-defined]
         stage = range(inner.start_layer, inner.end_layer)
         device, dtype = vllm_config.device_config.device, vllm_config.model_config.dtype
@@ -104,13 +108,13 @@ class DepthDecayMixin:
 
 
 def _refuse_to_guess() -> None:
-    """A pass that attends is a real one; without its depths the plan would be ignored in silence."""
+    """A pass with attention is a real one; without depths it would silently ignore the plan."""
     if is_forward_context_available() and get_forward_context().attn_metadata is not None:
-        raise DepthDecayError("this vLLM worker does not tell the model how deep rows go; leave --worker-cls out")
+        raise DepthDecayError("this vLLM worker does not pass the depths of rows to the model; leave --worker-cls out")
 
 
 class _WatchedWeights:
-    """Samples the weights that the plan's fingerprint names while they are loaded, before vLLM cuts and packs them."""
+    """Samples the weights of the plan's fingerprint while they load, before vLLM shards and packs them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

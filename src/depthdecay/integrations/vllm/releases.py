@@ -1,4 +1,4 @@
-"""Where the releases of vLLM that the plug-in is for differ, and nothing else: everything here names a release."""
+"""What differs between the supported releases of vLLM, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import vllm
 
 IS_0_26 = str(vllm.__version__).startswith("0.26.")
+# The graph manager of the second model runner is another one in 0.32.
+GRAPHS_IN_SECOND_RUNNER = IS_0_26
 
 
 def watch_beam_search(check: Callable[[Any], None]) -> None:
-    """Have `check` called with the model's configuration before beam search splits into requests."""
+    """Call `check` with the model's configuration before beam search splits into requests."""
     if IS_0_26:
         _watch_beam_search_of_0_26(check)
         return
@@ -23,7 +25,7 @@ def watch_beam_search(check: Callable[[Any], None]) -> None:
 
     @wraps(resolve)
     def checked(self: Any, params: Any) -> Any:
-        """The one method of the processor that beam search calls."""
+        """The only method of the processor that beam search calls."""
         if isinstance(params, BeamSearchParams):
             check(self.model_config)
         return resolve(self, params)
@@ -32,7 +34,7 @@ def watch_beam_search(check: Callable[[Any], None]) -> None:
 
 
 def _watch_beam_search_of_0_26(check: Callable[[Any], None]) -> None:
-    """Its processor sees the single requests only."""
+    """Its input processor sees only the single requests."""
     from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 
@@ -54,7 +56,7 @@ def _watch_beam_search_of_0_26(check: Callable[[Any], None]) -> None:
 
 
 def configure_logging(arguments: Any) -> None:
-    """By the flags of `vllm serve`; 0.26 has none and reads the environment."""
+    """From the flags of `vllm serve`; 0.26 has none and reads the environment."""
     if not IS_0_26:
         from vllm.logger import configure_logging_from_args
 
@@ -62,7 +64,7 @@ def configure_logging(arguments: Any) -> None:
 
 
 def run_at_most(scheduler: Any, requests: int) -> None:
-    """So many at a time, of an engine that was started for more."""
+    """Run at most so many at a time in an engine that was started for more."""
     name = "max_num_running_reqs" if IS_0_26 else "max_num_active_reqs"
     if not hasattr(scheduler, name):
         raise AttributeError(f"vLLM's scheduler has no {name}")
@@ -70,12 +72,12 @@ def run_at_most(scheduler: Any, requests: int) -> None:
 
 
 def build_metadata(group: Any, about: Any) -> Any:
-    """What a group of attention layers makes of a batch."""
+    """The attention metadata of a group of layers for a batch."""
     if IS_0_26:
         return group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=about)
     return group.build_metadata(about)
 
 
 def split_block_size(group: Any) -> int | None:
-    """The size that attention splits blocks of the cache into; 0.26 has split its block tables before."""
+    """The size that attention splits cache blocks into; 0.26 splits its block tables earlier."""
     return None if IS_0_26 else group.kernel_block_size

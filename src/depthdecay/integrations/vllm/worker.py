@@ -1,4 +1,4 @@
-"""vLLM's worker, whose first model runner tells the model how deep each row goes."""
+"""vLLM's worker; its first model runner passes the depth of each row to the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from depthdecay.integrations.vllm.attention import attend_with, check_blocks
 from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, install_depth_graphs
 from depthdecay.integrations.vllm.layer_rows import Scheduled, Step
 from depthdecay.integrations.vllm.layers import DepthStep
+from depthdecay.integrations.vllm.metrics import mark_step
+from depthdecay.integrations.vllm.settings import ServerDepth
+from depthdecay.plan.plan import Plan
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -20,7 +23,7 @@ else:
 
 
 class DepthDecayWorker(PlatformWorker):
-    """The second runner asks the model itself (`model_state`), so there is nothing to add for it."""
+    """The second runner asks the model for depths itself (`model_state`), and only needs its graphs."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -35,7 +38,7 @@ class DepthDecayWorker(PlatformWorker):
             _tell_of_dummy_runs(runner)
             if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
                 runner.depth_graphs = install_depth_graphs(runner)
-        # The dummy run that makes these is left out on CPUs where nothing is compiled, as with us it never is.
+        # On CPUs without compilation, vLLM skips the dummy run that creates these.
         if not self.use_v2_model_runner and runner.intermediate_tensors is None and _receives_states():
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -44,9 +47,21 @@ class DepthDecayWorker(PlatformWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         check_blocks(self.model_runner.attn_groups)
+        if self.use_v2_model_runner:
+            from depthdecay.integrations.vllm.second_runner_graphs import install_second_runner_graphs
+
+            installed = install_second_runner_graphs(self.model_runner)
+            self.model_runner.depth_graphs = None if installed is None else installed.graphs
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        graphs: DepthGraphs | None = getattr(self.model_runner, "depth_graphs", None)
+        if graphs is not None:
+            mark_step(output, graphs.last_step, graphs.last_tokens)
+        return output
 
     def depth_steps(self) -> dict[str, int]:
-        """How many steps were replayed from graphs and how many were not, for `LLM.collective_rpc`."""
+        """Counts of steps by kind, replayed from graphs or not, for `LLM.collective_rpc`."""
         graphs = getattr(self.model_runner, "depth_graphs", None)
         return {} if graphs is None else dict(graphs.steps)
 
@@ -58,7 +73,7 @@ def _receives_states() -> bool:
 
 
 def _tell_depths(runner: Any) -> None:
-    """`_model_forward` is the runner's place for such changes; its class is chosen within vLLM's worker."""
+    """`_model_forward` is the runner's hook for such changes; its class is chosen inside vLLM's worker."""
     forward = runner._model_forward
 
     runner.depth_graphs = None
@@ -73,7 +88,7 @@ def _tell_depths(runner: Any) -> None:
 
 
 def _tell_of_dummy_runs(runner: Any) -> None:
-    """They call the model past `_model_forward`, also with attention where kernels are warmed up or captured."""
+    """They bypass `_model_forward`, also with attention, when kernels are warmed up or captured."""
     dummy_run, model = runner._dummy_run, runner.get_model()
 
     def told(*settings: Any, **named: Any) -> Any:
@@ -86,6 +101,14 @@ def _tell_of_dummy_runs(runner: Any) -> None:
     runner._dummy_run = told
 
 
+def _plan_of(state: Any, depth: ServerDepth) -> Plan:
+    """Kept with the runner's state of the request: comparing its settings again costs time in every step."""
+    plan: Plan | None = getattr(state, "depth_plan", None)
+    if plan is None:
+        plan = state.depth_plan = depth.plan_of(state.sampling_params.extra_args)
+    return plan
+
+
 def _depth_step(runner: Any) -> DepthStep:
     batch, depth = runner.input_batch, runner.model.depth
     starts = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -94,7 +117,7 @@ def _depth_step(runner: Any) -> DepthStep:
             computed=int(batch.num_computed_tokens_cpu[index]),
             tokens=starts[index + 1] - starts[index],
             prompt=int(batch.num_prompt_tokens[index]),
-            plan=depth.plan_of(runner.requests[request].sampling_params.extra_args),
+            plan=_plan_of(runner.requests[request], depth),
         )
         for index, request in enumerate(batch.req_ids)
     ]
