@@ -616,6 +616,12 @@ def test_metrics_count_what_ran(engine: Engine) -> None:
         assert not labels  # clients cannot create arbitrary labels
 
 
+def test_the_log_tells_when_requests_are_accepted(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="depthdecay.serve")
+    with running(engine):
+        until(lambda: "ready" in [record.getMessage() for record in caplog.records])
+
+
 def test_logs_have_ids_and_figures_and_no_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="depthdecay.serve")
     response = post(server, {"prompt": "unmistakable words", "max_tokens": 3, "stream": True})

@@ -161,6 +161,7 @@ class Worker:
             return
         if self.state == "starting":
             self.state = "ready"
+            logger.info("ready")
         while self.state in ("ready", "draining"):
             try:
                 self._turn()
