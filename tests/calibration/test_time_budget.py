@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from depthdecay.calibration import time_budget
-from depthdecay.calibration.time_budget import TimeBudget, counted
+from depthdecay.calibration.time_budget import TimeBudget, counted, time_left
 
 
 @pytest.fixture
@@ -52,3 +52,11 @@ def test_progress_says_how_long_it_will_take(clock: list[float]) -> None:
     tell(2, 8)
     tell(8, 8)
     assert said == ["reading …", "reading: 2 of 8 (about 18 s left)", "reading: 8 of 8"]
+
+
+def test_the_estimate_ends_where_the_work_is_cut_short(clock: list[float]) -> None:
+    budget = TimeBudget(1)
+    left = time_left(budget.left_of)
+    clock[0] += 10
+    assert left(1, 100) == " (about 50 s left)"  # not 990
+    assert left(5, 10) == " (about 10 s left)"

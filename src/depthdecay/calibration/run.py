@@ -77,7 +77,7 @@ class Calibration:
         few = max(1, -(-settings.search_prompts // settings.rows))
         batches = self.fit.batches[:: max(1, len(self.fit.batches) // few)][:few]
         recording = Recording(self.stack, batches + self.select.batches, max(self.fit.columns, self.select.columns))
-        left = time_left()
+        left = time_left(lambda: self.time.left_of(SEARCH_SHARE))
 
         def told(message: str, done: int, total: int) -> None:
             self.say(f"searching the ladder, {message}{left(done, total)}")

@@ -49,13 +49,17 @@ def counted(say: Callable[[str], None], title: str) -> Callable[[int, int], None
     return lambda done, total: say(f"{title}: {done} of {total}{left(done, total)}")
 
 
-def time_left() -> Callable[[int, int], str]:
-    """A function that words the estimated time left, starting now; empty at the end."""
+def time_left(most: Callable[[], float] = lambda: float("inf")) -> Callable[[int, int], str]:
+    """A function that words the estimated time left, starting now; empty at the end.
+
+    `most` is how many seconds remain, where the work is cut short after them.
+    """
     started = time.monotonic()
 
     def words(done: int, total: int) -> str:
         if not 0 < done < total:
             return ""
-        return f" (about {(time.monotonic() - started) / done * (total - done):.0f} s left)"
+        seconds = min(most(), (time.monotonic() - started) / done * (total - done))
+        return f" (about {seconds:.0f} s left)"
 
     return words
