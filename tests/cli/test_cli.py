@@ -606,6 +606,12 @@ def test_an_option_that_a_bench_would_ignore_is_refused(kind: list[str], ignored
     assert f"use it with {fitting}" in line or f" or with {fitting}" in line
 
 
+def test_methods_of_bench_may_have_spaces_between_them() -> None:
+    # The help lists them with spaces, as a narrow terminal cannot break the list otherwise.
+    line = refused("bench", "--device", "cpu", "--shape", "tiny", "--methods", "full, decay, other")
+    assert "'other'" in line
+
+
 def test_every_option_of_bench_is_of_some_kind() -> None:
     from typer.main import get_command
 

@@ -49,7 +49,8 @@ class MeasurementOptions:
     batch: Annotated[int, _measurement(help="Batch size.")] = 1
     rounds: Annotated[int, _measurement(help="Interleaved repetitions; medians are shown.")] = 3
     methods: Annotated[
-        str | None, _measurement(help="Some of generate,generate-static,full,decay (default: all that apply).")
+        str | None,
+        _measurement(help="Comma-separated: generate, generate-static, full, decay (default: all that apply)."),
     ] = None
     compile: Annotated[bool, _measurement(help="Compile the layers, on CUDA.")] = True
 
@@ -73,8 +74,8 @@ class LosslessOptions:
     peers: Annotated[
         str | None,
         _measurement(
-            help="Methods of transformers: some of generate,prompt-lookup,early-exit,assisted, or none (default: all "
-            "that apply)."
+            help="Methods of transformers, comma-separated: generate, prompt-lookup, early-exit, assisted; or none "
+            "(default: all that apply)."
         ),
     ] = None
     assistant: Annotated[str | None, _measurement(help="A smaller model for transformers' assisted generation.")] = None
@@ -154,7 +155,7 @@ def _bench_decoding(
             prompt_tokens=measured.prompt_tokens,
             batch=measured.batch,
             rounds=measured.rounds,
-            methods=measured.methods.split(",") if measured.methods else None,
+            methods=[name.strip() for name in measured.methods.split(",")] if measured.methods else None,
             compile=measured.compile,
             result_file=json_file,
             device=source.device,

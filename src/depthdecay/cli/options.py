@@ -56,7 +56,9 @@ PlanPath = Annotated[
 # Text, not float: alpha means the decimal that was typed.
 Alpha = Annotated[str | None, _plan(metavar="NUMBER", help="Token i runs floor(L·α^i) layers; 0 < α ≤ 1.")]
 Speedup = Annotated[str | None, _plan(metavar="NUMBER", help="Layer speed-up: run this many times fewer layers.")]
-Over = Annotated[int | None, _plan(help="Average --speedup over this many tokens.")]
+Over = Annotated[
+    int | None, _plan(help="Average --speedup over this many tokens (default: as the plan was calibrated).")
+]
 WarmupTokens = Annotated[int | None, _plan(help="Tokens at full depth before the decay begins.")]
 Mode = Annotated[
     str | None,
