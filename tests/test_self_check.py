@@ -110,6 +110,7 @@ def test_command_passes_and_says_where_and_in_what(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "float32 on cpu" in result.stdout
     assert result.stdout.count("✓") == 7
+    assert result.stdout.endswith("all 7 checks passed\n")
     report = json.loads(
         CliRunner().invoke(app, ["check", "-m", model, "--new-tokens", "4", "--alpha", "0.9", "--json"]).stdout
     )
@@ -149,7 +150,7 @@ def test_the_command_only_calls_check(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(check_module, "check", lambda *_, progress, **__: progress(row) or [row])
     result = CliRunner().invoke(app, ["check", "-m", save_tiny_chat_model(tmp_path), "--new-tokens", "4"])
     assert result.exit_code == 1
-    assert result.stdout.endswith("✗ one thing  was wrong\n")
+    assert result.stdout.endswith("✗ one thing  was wrong\n1 of 1 checks failed\n")
 
 
 # The tokenizer of a GGUF file

@@ -64,6 +64,9 @@ def check(
             loaded, chosen, new_tokens=new_tokens, allow_other_weights=allow_other_weights, progress=show
         )
     passed = all(row.passed for row in rows)
+    if not as_json:
+        failed = sum(not row.passed for row in rows)
+        console.print(f"{failed} of {len(rows)} checks failed" if failed else f"all {len(rows)} checks passed")
     if as_json:
         report = {
             "model": loaded.name,
