@@ -117,7 +117,8 @@ def show_lossless(full: Engine, lossless: Engine, task: str, new_tokens: int, ti
     console = out_console()
     _ask(task)
     answer = _answer(full, task, new_tokens)
-    _heading("lossless: drafted tokens, verified at full depth")
+    drafts = "coloured tokens" if console.is_terminal else "tokens in brackets"
+    _heading(f"lossless: the {drafts} were drafted, then verified at full depth")
     with working("drafting and verifying …", quiet=not console.is_terminal):
         (drafted,) = lossless.generate([task], new_tokens, do_sample=False)
     console.print(marked_drafts(drafted, lossless, marks=not console.is_terminal))

@@ -205,7 +205,8 @@ def passes_words(passes: dict[str, Any]) -> str:
         f"{count} {'matrix' if count == 1 else 'matrices'} in {kind}" for kind, count in quantized["matrices"].items()
     )
     kept = quantized["blocks_of_the_file"]
-    return f"{words}, {kinds}" + (f" ({kept} of them with the file's own quantized blocks)" if kept else "")
+    share = "all" if kept == sum(quantized["matrices"].values()) else f"{kept} of them"
+    return f"{words}, {kinds}" + (f" ({share} as quantized in the file)" if kept else "")
 
 
 def ladder_words(ladder: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def show(report: LoadReport) -> None:
     if figures["hung_up"]:
         rows["disconnected"] = str(figures["hung_up"])
     held = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in figures["left_behind"].items() if value)
-    rows["left behind"] = held or "nothing"
+    rows["not released"] = held or "nothing"
     rows["errors"] = ", ".join(f"{kind}: {count}" for kind, count in figures["errors"].items()) or "none"
     for name, value in rows.items():
         table.add_row(name, value)

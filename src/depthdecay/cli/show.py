@@ -129,7 +129,7 @@ def summary(result: Result) -> str:
     words.append(f"{result.layers_executed} of {result.layers_full} layers")
     words.append(f"layer speed-up {result.layer_speedup:.2f}x")
     if result.mode == "lossless":
-        words.append(f"{result.accepted} of {result.drafted} drafts accepted, {result.verifications} verifications")
+        words.append(f"{result.accepted} of {result.drafted} drafts accepted, {result.verifications} full passes")
     return " · ".join(words)
 
 
