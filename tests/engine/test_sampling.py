@@ -38,6 +38,22 @@ def test_keys_depend_on_seed_prompt_and_repetition() -> None:
     assert not set(keys) & set(sequence_keys(8, PROMPTS))
 
 
+def test_a_few_rows_are_picked_by_one_thread() -> None:
+    """And torch has its threads back afterwards, also after an error."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with sampling.few_threads(torch.zeros((4, 1000))):
+            assert torch.get_num_threads() == 1
+        with sampling.few_threads(torch.zeros((2, sampling._FEW_SCORES))):
+            assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError), sampling.few_threads(torch.zeros(4)):
+            _ = 1 / 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_noise_of_a_row_ignores_its_neighbours() -> None:
     keys = step_keys(sequence_keys(7, PROMPTS), 5, torch.device("cpu"))
     together = gumbel_noise(keys[:, 3], 50)

@@ -6,6 +6,7 @@ token's index, a draft, its verification and plain decoding draw the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,10 @@ import torch
 from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from depthdecay.cpu.threads import one_torch_thread
 from depthdecay.library_internals import logits_processors
 
+_FEW_SCORES = 2**20  # that one thread picks from
 _MASK32 = 0xFFFFFFFF
 
 
@@ -64,6 +67,12 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     if scores.device.type == "cpu" and not scores.requires_grad:
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
+
+
+def few_threads(scores: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """On a CPU, pick from the scores of a few rows with one thread of torch."""
+    is_small = scores.device.type == "cpu" and scores.numel() <= _FEW_SCORES
+    return one_torch_thread() if is_small else contextlib.nullcontext()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -156,15 +165,16 @@ class Sampler:
 
         `ahead`: for a single row, tokens between those on record and T_index, such as drafts.
         """
-        scores = logits.to(torch.float32)
-        if self.processors:
-            text = self.text(index - len(ahead))
-            if ahead:
-                text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
-            scores = processed(self.processors, text, scores)
-        if self.keys is None:
-            return likeliest(scores), scores
-        return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
+        with few_threads(logits):
+            scores = logits.to(torch.float32)
+            if self.processors:
+                text = self.text(index - len(ahead))
+                if ahead:
+                    text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
+                scores = processed(self.processors, text, scores)
+            if self.keys is None:
+                return likeliest(scores), scores
+            return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
 
     def noise_keys(self, index: int) -> torch.Tensor:
         """The noise keys of all rows at T_index; positions after the last token are sampled and discarded."""
@@ -263,13 +273,14 @@ def pick_tokens(
 def _picked(
     samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
 ) -> torch.Tensor:
-    scores = logits.to(torch.float32)
-    if samplers[0].processors:
-        scores = _processed_alike(samplers[0], scores, together)
-    if not samplers[0].is_sampling:
-        return likeliest(scores)
-    keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
-    return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+    with few_threads(logits):
+        scores = logits.to(torch.float32)
+        if samplers[0].processors:
+            scores = _processed_alike(samplers[0], scores, together)
+        if not samplers[0].is_sampling:
+            return likeliest(scores)
+        keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
+        return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
 
 
 def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:
