@@ -9,7 +9,7 @@ import torch
 
 import depthdecay as dd
 from depthdecay.speculative.drafter_choice import Drafting, draft_depths
-from depthdecay.speculative.expected_gain import Pace, StepCosts, TrackRecord, expected_tokens
+from depthdecay.speculative.expected_gain import LEARNED, RECENT, Pace, StepCosts, TrackRecord, expected_tokens
 
 
 def test_the_expected_gain() -> None:
@@ -144,3 +144,34 @@ def test_depths_to_draft_at() -> None:
     assert draft_depths(plan, Repairs()) == [17]
     assert draft_depths(plan, Repairs(dict.fromkeys(range(14, 28), ()))) == [14, 17, 20, 23]
     assert draft_depths(plan, Repairs({17: ()})) == [17]
+
+
+def test_costs_in_steps_do_not_follow_the_load_of_the_machine() -> None:
+    pace = Pace()
+    for _ in range(4):
+        pace.saw_verification(1, 1.0)
+        pace.saw_verification(2, 1.2)
+        pace.saw_draft(LEARNED, 0.1)
+    for _ in range(60):  # drafting pauses, and other processes slow every pass down
+        pace.saw_verification(1, 2.5)
+    assert pace.step == pytest.approx(2.5, rel=0.01)
+    assert pace.verify(2) == pytest.approx(1.2)
+    assert pace.costs(0.5, LEARNED).draft == pytest.approx(0.1)
+
+
+def test_passes_long_after_a_plain_step_are_not_compared_with_it() -> None:
+    pace = Pace()
+    for _ in range(RECENT):
+        pace.saw_verification(1, 1.0)
+        pace.saw_verification(2, 1.2)
+        pace.saw_draft(LEARNED, 0.1)
+    for _ in range(RECENT):
+        pace.saw_verification(2, 1.2)
+    for _ in range(60):  # all steps draft, and other processes slow every pass down
+        pace.saw_verification(2, 3.0)
+        pace.saw_draft(LEARNED, 0.25)
+    assert pace.in_steps(3.0) is None
+    assert pace.verify(2) == pytest.approx(1.2)
+    assert pace.costs(0.5, LEARNED).draft == pytest.approx(0.1)
+    pace.saw_verification(1, 1.0)
+    assert pace.in_steps(3.0) == pytest.approx(3.0)

@@ -38,6 +38,8 @@ FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
 PLACES = (64, 192)
 # Assumed cost of each further token in a verification until one has been timed. Small, since reading weights dominates.
 _UNTIMED = 0.02
+# Verifications after which the last plain step is too old to compare with: other load may be on the machine by then.
+RECENT = 8
 
 
 def expected_tokens(p: float, drafts: int) -> float:
@@ -70,6 +72,7 @@ class Pace:
     verifications: dict[int, float] = field(default_factory=dict)  # by number of tokens
     _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # valid until the next timing
     _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
+    _since_step: int = field(default=0, init=False)  # verifications since the last plain step
 
     @property
     def step(self) -> float | None:
@@ -77,10 +80,33 @@ class Pace:
         return self.verifications.get(1)
 
     def saw_draft(self, depth: int, seconds: float) -> None:
-        self.takes_to_draft(depth, _running_mean(self.drafts.get(depth), seconds))
+        if self._is_comparable or depth not in self.drafts:
+            self.takes_to_draft(depth, _running_mean(self.drafts.get(depth), seconds))
 
     def saw_verification(self, tokens: int, seconds: float) -> None:
-        self.takes_to_verify(tokens, _running_mean(self.verifications.get(tokens), seconds))
+        """Only costs in steps matter, and other processes slow all passes down alike.
+
+        So a plain step that takes longer than before scales the other times with it, and those are updated only soon
+        after a plain step. Otherwise drafting that once paused on a busy machine would never pay again.
+        """
+        before = self.step
+        self._since_step = 0 if tokens == 1 else self._since_step + 1
+        if not self._is_comparable and tokens in self.verifications:
+            return
+        now = _running_mean(self.verifications.get(tokens), seconds)
+        if tokens == 1 and before is not None:  # costs in steps stay as they are
+            self.drafts = {depth: time * now / before for depth, time in self.drafts.items()}
+            self.verifications = {count: time * now / before for count, time in self.verifications.items()}
+        else:
+            self.takes_to_verify(tokens, now)
+
+    @property
+    def _is_comparable(self) -> bool:
+        return self.step is None or self._since_step <= RECENT
+
+    def in_steps(self, seconds: float | None) -> float | None:
+        """What a window took, in full-depth steps; None if no step was timed lately."""
+        return None if seconds is None or self.step is None or not self._is_comparable else seconds / self.step
 
     def takes_to_draft(self, depth: int, seconds: float) -> None:
         self.drafts[depth] = seconds

@@ -207,8 +207,7 @@ class LosslessRun:
         result.layer_passes += window.drafted * drafter.record.layers
         result.drafted += window.drafted
         result.accepted += accepted
-        seconds, step = self.lane.window_seconds, self.drafting.pace.step
-        cost = None if seconds is None or step is None else seconds / step
+        cost = self.drafting.pace.in_steps(self.lane.window_seconds)
         judged = confidences[: window.drafted] if drafter.depth != LOOKUP else ()
         drafter.record.saw(window.drafted, accepted, judged, cost)
 
