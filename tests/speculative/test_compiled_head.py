@@ -86,9 +86,18 @@ def test_the_last_layer_of_torch_is_left_alone() -> None:
     text = compiled.text()
     states = states_of(LayerStack.of(model), TEXT, placed.states)
     text.verified(TEXT[1:4], states)
-    before = [part.clone() for part in text.before]
+    given = [part.clone() for part in (*text.before, *states.values())]
+    before = [*text.before, *states.values()]
     text.draft([])
     text.draft([TEXT[4]])
-    assert torch.equal(
-        torch.cat(before), text.head.joined(torch.cat([states[x][:3] for x in placed.head.shape.states], -1))
-    )
+    assert all(map(torch.equal, before, given))
+
+
+def test_states_are_joined_as_torch_would() -> None:
+    model = tiny_model("llama")
+    placed = PlacedHead(random_head(model), open_stack(model))
+    compiled = CompiledHead.of(placed)
+    if compiled is None:
+        pytest.skip("no compiler here")
+    states = 10 * torch.randn((5, placed.head.fc.weight.shape[1]))
+    assert torch.allclose(compiled.joined(states), placed.joined(states), rtol=1e-4, atol=1e-4)

@@ -178,3 +178,20 @@ def test_a_head_in_4_bits_is_small_and_drafts_nearly_as_well(tmp_path: Path) -> 
     assert all(
         torch.allclose(tensor, again.state_dict()[name], atol=1e-3) for name, tensor in read.state_dict().items()
     )
+
+
+def test_a_backlog_of_plain_steps_is_read_before_a_draft() -> None:
+    """Catching up first changes nothing about what is drafted."""
+    model = tiny_model("llama")
+    stack = LayerStack.of(model)
+    placed = PlacedHead(random_head(model), stack)
+    states = states_of(stack, TEXT, placed.states)
+    drafts = []
+    for catches_up in (False, True):
+        text = HeadText(placed)
+        text.verified(TEXT[1:13], states)
+        if catches_up:
+            text.catch_up()
+            assert len(text.tokens) == 1
+        drafts.append(text.draft([]))
+    assert torch.allclose(*drafts, atol=1e-5)

@@ -52,6 +52,17 @@ class CompiledHead(PlacedHead):
         )
         none = (ctypes.POINTER(native.Map) * 1)()
         self._no_maps = none
+        # `fc` as the LM head of a model without layers: torch's own product would leave its threads spinning on the
+        # cores that the next pass needs.
+        self._join = native.ModelStruct(
+            hidden=head.fc.weight.shape[1],
+            heads=1,
+            key_value_heads=1,
+            head_size=1,
+            neurons=1,
+            epsilon=shape.epsilon,
+            head=self._matrix(head.fc.weight, bits=8),
+        )
 
     @classmethod
     def of(cls, placed: PlacedHead) -> CompiledHead | None:
@@ -67,6 +78,26 @@ class CompiledHead(PlacedHead):
 
     def text(self, first_layers: FirstLayers | None = None) -> CompiledHeadText:
         return CompiledHeadText(self)
+
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """The call normalizes what the LM head reads; the product is linear, so its scale is put back afterwards."""
+        state = states.float().contiguous()
+        count = len(state)
+        found = torch.empty((count, self.head.shape.hidden))
+        numbers = ctypes.c_int64 * count
+        arguments = native.Pass(
+            tokens=count,
+            batch=1,
+            row=numbers(),
+            column=numbers(),
+            state=state.data_ptr(),
+            wanted=numbers(*range(count)),
+            logits_wanted=count,
+            logits=found.data_ptr(),
+            threads=threads(),
+        )
+        self.code.run(self._join, arguments)
+        return found * (state.square().mean(-1, keepdim=True) + self.head.shape.epsilon).sqrt()
 
     def _floats(self, tensor: torch.Tensor) -> int:
         self._alive.append(tensor.detach().float().contiguous())

@@ -14,6 +14,7 @@ from depthdecay.speculative.draft_head import DraftHead
 FirstLayers = Callable[[int, int], torch.Tensor]  # (token, position) to its state (1, hidden)
 
 GROWTH = 256  # positions by which the cache grows at least
+_BACKLOG = 6  # verified tokens to read before a draft, beyond which it follows a pause and not a window
 LONGEST_READ = 1024  # positions of a prompt per pass, since attention scores are held for all heads
 
 
@@ -54,6 +55,10 @@ class PlacedHead:
         """Start a new text."""
         return HeadText(self, first_layers)
 
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """The full model's states of positions (tokens, states · hidden), as the head takes them."""
+        return self.head.joined(states)
+
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.head.norm(states), self.weight, self.bias)
 
@@ -78,15 +83,14 @@ class HeadText:
         self.values: torch.Tensor | None = None
         self.length = 1  # the next position to write keys at; position 0 has no preceding state
         self.tokens: list[int] = []  # from that position on, each with the verified state before it
-        self.before: list[torch.Tensor] = []  # those states, joined: (tokens, hidden) each
+        self.before: list[torch.Tensor] = []  # those states side by side: (tokens, states · hidden) each
         self.first: list[torch.Tensor] = []  # the first layers' output for those tokens, all but the last
         self.state: torch.Tensor | None = None  # the head's own, of the last draft
 
     def verified(self, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
         """Add verified tokens, each with the full model's states at the preceding position."""
         shape, count, dtype = self.head.shape, len(tokens), self.placed.weight.dtype
-        joined = torch.cat([states[layer][:count] for layer in shape.states], dim=-1)
-        self.before.append(self.head.joined(joined.to(dtype)))
+        self.before.append(torch.cat([states[layer][:count] for layer in shape.states], dim=-1))
         if shape.first_layers:
             known = 0 if self.tokens else 1  # whether the preceding token was already run, by its draft
             self.first.append(states[shape.first_layers - 1][known:count].to(dtype))
@@ -96,6 +100,11 @@ class HeadText:
         """Catch up with the verified tokens, except the last, which the next draft starts with."""
         while len(self.tokens) > 1:
             self._step(min(len(self.tokens) - 1, LONGEST_READ))
+
+    def catch_up(self) -> None:
+        """Read a backlog of plain steps that is longer than what one window leaves."""
+        if len(self.tokens) > _BACKLOG:
+            self.read()
 
     def draft(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits (1, draft vocabulary) after this window's drafts so far; `tokens` excludes the last verified one."""
@@ -114,7 +123,8 @@ class HeadText:
         """Run the first verified tokens for good."""
         before = torch.cat(self.before)
         given = self._given(self.tokens[:count], self.length)
-        state, logits = self._run(given, before[None, :count], self.length, wants_logits)
+        joined = self.placed.joined(before[:count].to(self.placed.weight.dtype))
+        state, logits = self._run(given, joined[None], self.length, wants_logits)
         self.length += count
         self.tokens = self.tokens[count:]
         self.before = [before[count:]] if self.tokens else []

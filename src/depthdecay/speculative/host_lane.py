@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
 import torch
 
+from depthdecay.cpu.threads import one_torch_thread
 from depthdecay.engine.sampling import Sampler, pick_tokens
 from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import PLAIN, Ask, Part, Runner, Said
 from depthdecay.speculative.accept import count_right
+from depthdecay.speculative.compiled_head import CompiledHead
 from depthdecay.speculative.expected_gain import LEARNED, Pace
 from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import ShortHead
@@ -100,6 +103,16 @@ class HostLane:
         self.drafts = list(drafts)
 
     def draft(self, depth: int, step: int) -> None:
+        with self._between_passes():
+            self._draft(depth, step)
+
+    def _between_passes(self) -> contextlib.AbstractContextManager[None]:
+        """Where all passes of a window are compiled calls, torch's own threads would only get in their way."""
+        return one_torch_thread() if isinstance(self.draft_head, CompiledHead) else contextlib.nullcontext()
+
+    def _draft(self, depth: int, step: int) -> None:
+        if depth == LEARNED and step == 0:
+            self.head_text.catch_up()  # not timed: after a pause there is much to read, which says nothing about drafts
         started = time.perf_counter()
         if step == 0:
             self._begun = started
@@ -128,6 +141,10 @@ class HostLane:
         return self.confidences[step]
 
     def verify(self, width: int) -> None:
+        with self._between_passes():
+            self._verify()
+
+    def _verify(self) -> None:
         started = time.perf_counter()
         tokens = [self.last, *self.drafts]
         part = Part(0, self.length, tokens, self.plan.num_layers, self.plan, wanted=len(tokens))
