@@ -417,3 +417,17 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr  # set on any other object, it belongs to that object
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's library has another name elsewhere")
+def test_the_threads_of_torch_are_set_for_the_calling_thread_alone() -> None:
+    found = internals.openmp_threads()
+    assert found is not None
+    get, set_threads = found
+    before = get()
+    assert before == torch.get_num_threads()
+    try:
+        set_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        set_threads(before)

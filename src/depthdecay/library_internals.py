@@ -1,16 +1,20 @@
 """The one module that touches private names of torch, inductor and transformers (and one of lm-eval's).
 
 Any release may drop one. So each is looked up on use, a missing one raises an error that names it, and
-`tests/test_library_internals.py` tests each for what we need. None is optional: transformers 5.17 to 5.22 and
-torch 2.11 to 2.13 have them all. vLLM's are in `integrations/vllm/`, which supports specific versions only.
+`tests/test_library_internals.py` tests each for what we need. transformers 5.17 to 5.22 and torch 2.11 to 2.13 have
+them all. Only `openmp_threads`, which is for speed, differs by platform. vLLM's are in `integrations/vllm/`, which
+supports specific versions only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from depthdecay.errors import MissingNameError
@@ -265,3 +269,21 @@ def _waiting_kernel() -> Any:
 def lm_eval_command_line() -> Any:
     """lm-eval's own command line, which parses and runs arguments."""
     return _imported("lm_eval._cli", "HarnessCLI", "lm_eval")()
+
+
+# torch: threads
+
+
+@functools.cache
+def openmp_threads() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Get and set how many threads torch uses for operations of the calling thread; None where that is not known.
+
+    `torch.set_num_threads` would also set it for every thread that starts later.
+    """
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return library.omp_get_max_threads, library.omp_set_num_threads
+    except (OSError, AttributeError):  # another platform, or torch built without OpenMP
+        return None

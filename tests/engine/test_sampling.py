@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import PROMPTS as TEXTS
 
 import depthdecay as dd
 from depthdecay.batching.batcher import Batcher, BatchSettings
+from depthdecay.cpu.threads import threads
 from depthdecay.engine import sampling
 from depthdecay.engine.request import prepare_request
 from depthdecay.engine.sampling import (
@@ -26,6 +28,7 @@ from depthdecay.engine.sampling import (
     sequence_keys,
     step_keys,
 )
+from depthdecay.library_internals import openmp_threads
 
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3]]
 
@@ -38,18 +41,24 @@ def test_keys_depend_on_seed_prompt_and_repetition() -> None:
     assert not set(keys) & set(sequence_keys(8, PROMPTS))
 
 
+@pytest.mark.skipif(openmp_threads() is None, reason="the threads of torch cannot be set for one thread here")
 def test_a_few_rows_are_picked_by_one_thread() -> None:
-    """And torch has its threads back afterwards, also after an error."""
+    """torch has its threads back afterwards, also after an error, and threads that start meanwhile have theirs."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(3)
+    passes = threads()
     try:
-        with sampling.few_threads(torch.zeros((4, 1000))):
+        with sampling.few_threads(torch.zeros((4, 1000))), sampling.few_threads(torch.zeros((4, 1000))):
             assert torch.get_num_threads() == 1
+            assert threads() == passes
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == 3
         with sampling.few_threads(torch.zeros((2, sampling._FEW_SCORES))):
-            assert torch.get_num_threads() == 2
+            assert torch.get_num_threads() == 3
         with pytest.raises(ZeroDivisionError), sampling.few_threads(torch.zeros(4)):
             _ = 1 / 0
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+        assert threads() == passes
     finally:
         torch.set_num_threads(before)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from depthdecay.argument_checks import whole_number
+from depthdecay.library_internals import openmp_threads
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _chosen: int | None = None
+_here = threading.local()
 
 
 def set_threads(count: int | None) -> None:
@@ -27,28 +30,27 @@ def set_threads(count: int | None) -> None:
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch use one thread for the small operations between compiled passes.
+    """Let torch use one thread for the small operations of this thread between compiled passes.
 
-    Its other threads gain little there, and go on spinning on the cores that the next pass needs: sampled steps of a
-    small model took three times as long as greedy ones.
+    More gain little there, and go on spinning on the cores that the next pass needs: sampled steps of a small model
+    took three times as long as greedy ones.
     """
-    before = torch.get_num_threads()
-    if before == 1:
+    openmp = openmp_threads()
+    before = 1 if openmp is None else openmp[0]()
+    if openmp is None or before == 1:
         yield
         return
-    count = threads()  # of passes within, which follows torch's number
-    global _chosen
-    chosen, _chosen = _chosen, count
-    torch.set_num_threads(1)
+    _here.threads = threads()  # of the passes within, which would follow torch's number
+    openmp[1](1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-        _chosen = chosen
+        openmp[1](before)
+        _here.threads = None
 
 
 def threads() -> int:
-    return _chosen or min(torch.get_num_threads(), physical_cores())
+    return getattr(_here, "threads", None) or _chosen or min(torch.get_num_threads(), physical_cores())
 
 
 @functools.cache
