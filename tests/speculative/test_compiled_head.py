@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from draft_heads import random_head, states_of
@@ -76,15 +78,17 @@ def test_a_long_text_finds_room() -> None:
     assert answer.token_ids == engine.generate([prompt], 100, mode="full")[0].token_ids
 
 
+def compiled_head(model: Any) -> CompiledHead:
+    found = CompiledHead.of(PlacedHead(random_head(model), open_stack(model)))
+    return found or pytest.skip("no compiler here")
+
+
 def test_the_last_layer_of_torch_is_left_alone() -> None:
     """The compiled call writes to its own copy of the states."""
     model = tiny_model("llama")
-    placed = PlacedHead(random_head(model), open_stack(model))
-    compiled = CompiledHead.of(placed)
-    if compiled is None:
-        pytest.skip("no compiler here")
+    compiled = compiled_head(model)
     text = compiled.text()
-    states = states_of(LayerStack.of(model), TEXT, placed.states)
+    states = states_of(LayerStack.of(model), TEXT, compiled.states)
     text.verified(TEXT[1:4], states)
     given = [part.clone() for part in (*text.before, *states.values())]
     before = [*text.before, *states.values()]
@@ -94,10 +98,6 @@ def test_the_last_layer_of_torch_is_left_alone() -> None:
 
 
 def test_states_are_joined_as_torch_would() -> None:
-    model = tiny_model("llama")
-    placed = PlacedHead(random_head(model), open_stack(model))
-    compiled = CompiledHead.of(placed)
-    if compiled is None:
-        pytest.skip("no compiler here")
-    states = 10 * torch.randn((5, placed.head.fc.weight.shape[1]))
-    assert torch.allclose(compiled.joined(states), placed.joined(states), rtol=1e-4, atol=1e-4)
+    compiled = compiled_head(tiny_model("llama"))
+    states = 10 * torch.randn((5, compiled.head.fc.weight.shape[1]))
+    assert torch.allclose(compiled.joined(states), compiled.head.joined(states), rtol=1e-4, atol=1e-4)
