@@ -83,6 +83,30 @@ def test_too_little_time_for_a_head_gives_a_drafter_of_layers(
     assert engine.generate([[5, 6, 7]], 20, lookup=0)[0].token_ids == full.token_ids
 
 
+def test_ctrl_c_saves_the_best_drafter_so_far(tmp_path: Path, little_text: None) -> None:
+    loaded = plain_spoken(tmp_path / "model")
+    lines: list[str] = []
+
+    def make(progress: Callable[[str], None]) -> dd.Plan:
+        return dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, progress=progress)
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if line.startswith("training a head") and sum(one.startswith("training a head") for one in lines) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(interrupt)
+    assert lines[-1] == f"the best drafter so far is in {tmp_path / 'plan'}"
+    assert (tmp_path / "plan" / ".work").is_dir()
+    engine = dd.Engine(loaded, plan=tmp_path / "plan", mode="lossless")
+    answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
+    assert answer.drafted > 0
+    assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
+    assert make(lines.append).notes["drafter"]["expected_speedup"] >= 1  # resumed and finished
+    assert not (tmp_path / "plan" / ".work").exists()
+
+
 def test_an_unknown_drafter(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="expected one of learned, layers"):
         dd.calibrate("nowhere", None, tmp_path, lossless=True, drafter="eagle")

@@ -84,15 +84,17 @@ def descend(
     settings: StepSettings,
     told: Callable[[Progress], None] = lambda progress: None,
     file: Path | None = None,
+    learned: Learned | None = None,
 ) -> Learned:
     """Minimize `loss_of(step)`, and leave in `parameters` what `judge` found best.
 
     `loss_of` picks its batch by the step number, so that a seed gives the same result each time. `judge` returns the
     loss on text that no step sees; the initial parameters are judged too, so the result is never worse. `file`:
     checkpoints are kept there, and an interrupted training resumes from it. `Learned.ended` says why training ended;
-    a KeyboardInterrupt is raised again, with the best parameters in place.
+    a KeyboardInterrupt is raised again, with the best parameters in place. `learned`: filled in along the way, for a
+    caller that uses what an interrupted training has learned.
     """
-    loop = _Descent(parameters, loss_of, judge, settings, told, file)
+    loop = _Descent(parameters, loss_of, judge, settings, told, file, Learned() if learned is None else learned)
     try:
         loop.run()
     finally:
@@ -109,6 +111,7 @@ class _Descent:
         settings: StepSettings,
         told: Callable[[Progress], None],
         file: Path | None,
+        learned: Learned,
     ) -> None:
         self.parameters = list(parameters)
         self.loss_of = loss_of
@@ -116,7 +119,7 @@ class _Descent:
         self.settings = settings
         self.told = told
         self.file = file
-        self.learned = Learned()
+        self.learned = learned
         self.kept = [parameter.detach().clone() for parameter in self.parameters]
         self.started = time.monotonic()
         self.kept_at = 0.0
@@ -252,6 +255,6 @@ class _Descent:
                 "exp_avg_sq": second.to(device),
             }
         curve = [Judged(**point) for point in told["learned"]["curve"]]
-        self.learned = Learned(curve, told["learned"]["best"])
+        self.learned.curve, self.learned.best = curve, told["learned"]["best"]
         self.started -= told["seconds"]
         return int(told["step"])

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -123,32 +124,41 @@ class DrafterLesson:
             for first in self.settings.first_layers
             if first < layers
         ]
+        self.trained: list[_Fitted] = []  # in full, or interrupted
+        self.tried: list[dict[str, Any]] = []  # briefly, to compare
         self.portable_shape: HeadShape | None = None
         if layers >= _LEAST_LAYERS:
             self.portable_shape = HeadShape.of(stack, states=states, width=width)
 
     def learn(self) -> LearnedDrafter:
-        started = time.monotonic()
-        settings, shapes = self.settings, self.shapes
+        self.started = time.monotonic()
+        shapes = self.shapes
         self._read_texts()
-        tried: list[dict[str, Any]] = []
         best = shapes[0]
         if len(shapes) > 1:
             short = [self._fitted(shape, _SHORT_STEPS, 0.1) for shape in shapes]
-            tried = [fitted.told for fitted in short]
+            self.tried = [fitted.told for fitted in short]
             best = shapes[short.index(self._chosen(short))]
         alone = self.portable_shape in (None, best)
-        fitted = self._fitted(best, 1.0, 1.0 if alone else 0.7)
-        portable = fitted if self.portable_shape == best else None
+        self._fitted(best, 1.0, 1.0 if alone else 0.7)
         if not alone and self.portable_shape is not None:
-            portable = self._fitted(self.portable_shape, 1.0, 1.0)
-            if portable.gain > fitted.gain:
-                fitted = portable
+            self._fitted(self.portable_shape, 1.0, 1.0)
+        learned = self.best_so_far()
+        assert learned is not None
+        return learned
+
+    def best_so_far(self) -> LearnedDrafter | None:
+        """The best head of those that were trained, also by an interrupted `learn`; None if there is none yet."""
+        if not self.trained:
+            return None
+        fitted = max(self.trained, key=lambda fitted: fitted.gain)
+        can_be_portable = [] if self.portable_shape is None else self.trained
+        portable = next((fitted for fitted in can_be_portable if not fitted.head.shape.first_layers), None)
         figures = {
             "texts": len(self.fit) + len(self.select) + len(self.held_out),
-            "settings": asdict(settings),
-            "seconds": round(time.monotonic() - started, 1),
-            "tried": tried,
+            "settings": asdict(self.settings),
+            "seconds": round(time.monotonic() - self.started, 1),
+            "tried": self.tried,
             "head": fitted.told,
             "portable_head": None if portable is None else portable.told,
         }
@@ -196,18 +206,38 @@ class DrafterLesson:
         # Short trainings, for comparing heads, are not checkpointed: repeating them is faster.
         name_of_file = f"head-{shape.first_layers}-{shape.states[-1]}-{steps}"
         file = None if self.folder is None or share < 1 else self.folder / name_of_file
-        learned = descend(
+        learned = Learned()
+        training = partial(
+            descend,
             list(head.parameters()),
             lambda step: fitting.loss(fit.batch(order[step], shape), settings.drafts),
             lambda: fitting.judge(select, settings.drafts).kl,
             StepSettings(steps, seconds=seconds, rate=settings.rate),
             told,
             file,
+            learned,
         )
+        finish = partial(self._finished, name, fitting, learned, closed_form)
+        if share < 1:
+            training()
+            return finish()
+        try:
+            training()
+        except KeyboardInterrupt:
+            if learned.curve:  # what has been learned so far is of use
+                learned.ended = "the user interrupted it"
+                self.trained.append(finish())
+            raise
+        self.trained.append(finish())
+        return self.trained[-1]
+
+    def _finished(self, name: str, fitting: HeadFit, learned: Learned, closed_form: HeadFigures) -> _Fitted:
+        """A trained head as it is saved, judged on unseen text."""
+        head, drafts = fitting.head, self.settings.drafts
         head.requires_grad_(False)
         for parameter in head.parameters():
-            parameter.copy_(parameter.bfloat16())  # as it is saved
-        judged = {name: fitting.judge(texts, settings.drafts) for name, texts in self.judged_states.items()}
+            parameter.copy_(parameter.bfloat16())
+        judged = {kind: fitting.judge(texts, drafts) for kind, texts in self.judged_states.items()}
         head.right = judged["all"].right[0]
         cost = self._cost(head)
         gain = self._gain(judged["all"], cost)
@@ -215,7 +245,8 @@ class DrafterLesson:
             f"{name}: first-draft accuracy {judged['all'].right[0]:.1%} on unseen text, "
             f"{judged['all'].tokens_a_window:.2f} tokens per window, {gain:.2f}x expected"
         )
-        return _Fitted(head, gain, _told(shape, fit, learned, closed_form, judged, cost, gain, len(self.vocabulary)))
+        told = _told(head.shape, self.fit_states, learned, closed_form, judged, cost, gain, len(self.vocabulary))
+        return _Fitted(head, gain, told)
 
     def _order(self, batches: int, epoch: int) -> list[int]:
         return Random(f"{self.settings.seed} {epoch}").sample(range(batches), batches)

@@ -45,8 +45,8 @@ def learn_plan(
     """A full-depth plan with a learned drafter, saved in `folder` with its heads.
 
     `prompts`: the user's, if any, are answered too. `quantize`: how the weights are quantized while the model writes.
-    Called again after an interruption, it resumes where it stopped. If the time is too short, `TooLittleTime` is raised
-    as soon as that is known.
+    Ctrl-C while the head trains saves the best so far. Called again after an interruption, it resumes where it stopped.
+    If the time is too short, `TooLittleTime` is raised as soon as that is known.
     """
     started = time.monotonic()
     stack = LayerStack.of(loaded.model)
@@ -69,10 +69,22 @@ def learn_plan(
     pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
     work = folder / WORK_FOLDER
     lesson = DrafterLesson(stack, pairs, settings, seconds=budget.left_of(), folder=work, say=say)
-    drafter = lesson.learn()
-    drafter.figures["tokens_written"] = sum(len(text.answer) for text in texts)
-    drafter.figures["seconds_in_all"] = round(time.monotonic() - started, 1)
-    return _saved(stack, drafter, folder), drafter
+    tokens = sum(len(text.answer) for text in texts)
+
+    def saved(drafter: LearnedDrafter) -> Plan:
+        drafter.figures["tokens_written"] = tokens
+        drafter.figures["seconds_in_all"] = round(time.monotonic() - started, 1)
+        return _saved(stack, drafter, folder)
+
+    try:
+        drafter = lesson.learn()
+    except KeyboardInterrupt:
+        best = lesson.best_so_far()
+        if best is not None:
+            saved(best)
+            say(f"the best drafter so far is in {folder}")
+        raise
+    return saved(drafter), drafter
 
 
 def _kind(text: OwnText, tokenizer: Any) -> str:
