@@ -352,7 +352,7 @@ def test_the_readme_shows_the_newest_lossless_run_with_its_differences(folder: P
     assert cell == ["GSM8K (school maths)", "661", "1266", "**1.91x**", "0 of 40"]
     assert not cells(folder, start="| chat")  # sampled
     document = (folder / "RESULTS.md").read_text(encoding="utf-8")
-    assert "| gsm8k | 40 | 661 | 1.880x, 2.50 tokens a window, 60% drafted |" in document
+    assert "| gsm8k | 40 | 661 | 1.880x, 2.50 tokens per window, 60% drafted |" in document
     assert "| chat, sampled at temperature 0.7 and top-p 0.9, cut off after 40 of 80 prompts | 40 |" in document
 
 
