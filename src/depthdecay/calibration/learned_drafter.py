@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -190,9 +189,8 @@ class DrafterLesson:
         fitting = HeadFit(self.stack, head)
         fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
         closed_form = fitting.judge(select, settings.drafts)
-        few = min(
-            _LEAST_STEPS, _MOST_EPOCHS * len(fit)
-        )  # repeat a small text more often: the best result is kept anyway
+        # Little text is repeated more often: the best result is kept anyway.
+        few = min(_LEAST_STEPS, _MOST_EPOCHS * len(fit))
         steps = max(8, int(share * max(settings.epochs * len(fit), few)))
         order = [number for epoch in range(-(-steps // len(fit))) for number in self._order(len(fit), epoch)]
 
@@ -207,29 +205,25 @@ class DrafterLesson:
         name_of_file = f"head-{shape.first_layers}-{shape.states[-1]}-{steps}"
         file = None if self.folder is None or share < 1 else self.folder / name_of_file
         learned = Learned()
-        training = partial(
-            descend,
-            list(head.parameters()),
-            lambda step: fitting.loss(fit.batch(order[step], shape), settings.drafts),
-            lambda: fitting.judge(select, settings.drafts).kl,
-            StepSettings(steps, seconds=seconds, rate=settings.rate),
-            told,
-            file,
-            learned,
-        )
-        finish = partial(self._finished, name, fitting, learned, closed_form)
-        if share < 1:
-            training()
-            return finish()
         try:
-            training()
+            descend(
+                list(head.parameters()),
+                lambda step: fitting.loss(fit.batch(order[step], shape), settings.drafts),
+                lambda: fitting.judge(select, settings.drafts).kl,
+                StepSettings(steps, seconds=seconds, rate=settings.rate),
+                told,
+                file,
+                learned,
+            )
         except KeyboardInterrupt:
-            if learned.curve:  # what has been learned so far is of use
+            if share == 1 and learned.curve:  # what has been learned so far is of use
                 learned.ended = "the user interrupted it"
-                self.trained.append(finish())
+                self.trained.append(self._finished(name, fitting, learned, closed_form))
             raise
-        self.trained.append(finish())
-        return self.trained[-1]
+        fitted = self._finished(name, fitting, learned, closed_form)
+        if share == 1:
+            self.trained.append(fitted)
+        return fitted
 
     def _finished(self, name: str, fitting: HeadFit, learned: Learned, closed_form: HeadFigures) -> _Fitted:
         """A trained head as it is saved, judged on unseen text."""
