@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from depthdecay.calibration.text_filters import NearDuplicates, letters, repeats_itself
+from depthdecay.calibration.text_filters import NearDuplicates, before_loop, letters, repeats_itself
 
 
 def drawn(count: int, seed: int = 0) -> list[int]:
@@ -28,6 +28,31 @@ def drawn(count: int, seed: int = 0) -> list[int]:
 )
 def test_a_loop_is_found(text: list[int], expected: bool) -> None:
     assert repeats_itself(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (drawn(200), 200),
+        (drawn(120) + drawn(10, 1) * 8, 200),  # a refrain
+        (drawn(60) + drawn(7, 1) * 20, 60 + 7 + 3),  # the last new 4-grams are those that enter the second round
+        (drawn(100) + [9] * 30 + drawn(100, 2), 104),
+        ([5, 6] * 50, 5),
+        (drawn(8) * 2 + drawn(8, 1) * 2 + drawn(8, 2) * 2 + [7] * 300, None),
+        ([], 0),
+    ],
+)
+def test_a_text_is_kept_up_to_its_loop(text: list[int], kept: int | None) -> None:
+    found = before_loop(text)
+    assert found == text[: len(found)]
+    assert not repeats_itself(found)
+    assert kept is None or len(found) == kept
+
+
+def test_a_text_that_repeats_throughout_is_not_kept() -> None:
+    changing = [token for number in range(60) for token in (*drawn(20, 1), number)]
+    assert repeats_itself(changing)
+    assert before_loop(changing) == []
 
 
 def test_a_question_with_other_numbers_or_spelling_is_the_same_question() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from depthdecay.argument_checks import whole_number
 from depthdecay.calibration.own_questions import QuestionWriter, Say, end_tokens, writing_inputs
 from depthdecay.calibration.text_batches import TextBatches
-from depthdecay.calibration.text_filters import NearDuplicates, repeats_itself
+from depthdecay.calibration.text_filters import NearDuplicates, before_loop
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
@@ -228,8 +228,8 @@ class _Writing:
             )
         texts = [
             OwnText(prompt, answer, kind)
-            for prompt, answer in zip(prompts, written, strict=True)
-            if len(answer) >= _LEAST_ANSWER and not repeats_itself(answer) and self.answers.is_new(answer)
+            for prompt, answer in zip(prompts, map(before_loop, written), strict=True)
+            if len(answer) >= _LEAST_ANSWER and self.answers.is_new(answer)
         ]
         progress.number += 1
         self._keep(number, texts)

@@ -30,6 +30,23 @@ def repeats_itself(tokens: Sequence[int], *, least_distinct: float = 0.5, longes
     return len(np.unique(grams)) < least_distinct * len(grams)
 
 
+def before_loop(tokens: Sequence[int], *, longest_run: int = 24) -> list[int]:
+    """The part of a text before it gets stuck in a loop; all of it if it does not, none if it repeats throughout.
+
+    A loop begins where a 4-gram, and each of the `longest_run` after it, occurred before.
+    """
+    if not repeats_itself(tokens):
+        return list(tokens)
+    grams = _n_grams(np.asarray(tokens, dtype=np.uint64), 4)
+    is_old = np.ones(len(grams), dtype=bool)
+    is_old[np.unique(grams, return_index=True)[1]] = False
+    fresh = np.flatnonzero(~is_old)
+    gaps = np.diff(fresh, append=len(grams))  # from each new 4-gram to the next
+    last = fresh[np.argmax(gaps > longest_run)] if (gaps > longest_run).any() else -1
+    kept = list(tokens[: last + 4]) if last >= 0 else []
+    return [] if repeats_itself(kept) else kept
+
+
 class NearDuplicates:
     """Finds texts that share most of their n-grams with an earlier one, using MinHash: four values are kept per text.
 
