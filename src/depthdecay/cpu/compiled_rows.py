@@ -65,36 +65,26 @@ class CompiledRows:
             most=self.blocks.table.shape[2],
             block=BLOCK,
             halves=self.halves,
+            running=(ctypes.c_int64 * stack.num_layers)(*profile.counts),
+            segment=self._segments(profile),
             segments=len(profile.segments),
             wanted=(ctypes.c_int64 * len(tokens.wanted))(*tokens.wanted),
+            logits_wanted=len(tokens.wanted),
             logits=logits.data_ptr(),
             threads=threads(),
         )
-        states, first, executed = {}, 0, 0
+        states = {layer: torch.empty_like(state) for layer in ask.states}
+        if states:
+            places = (states[layer].data_ptr() if layer in states else None for layer in range(stack.num_layers))
+            arguments.saved = (ctypes.c_void_p * stack.num_layers)(*places)
         with stack.exclusive():
-            # One call up to each layer whose state is requested, and one for the rest.
-            for last in sorted({*ask.states, stack.num_layers - 1}):
-                stretch = range(first, last + 1)
-                self._give_layers(arguments, profile, stretch)
-                arguments.logits_wanted = len(tokens.wanted) if stretch.stop == stack.num_layers else 0
-                executed += stack.code.run(model, arguments)
-                if last in ask.states:
-                    states[last] = state.clone()
-                first = stretch.stop
+            executed = stack.code.run(model, arguments)
         assert executed == sum(count > 0 for count in profile.counts)
         return Said(logits, profile.counts, None if ask.short is None else ask.short.ids, states=states)
 
-    def _give_layers(self, arguments: native.Pass, profile: Profile, stretch: range) -> None:
-        """Restrict a call to these layers and the maps that replace them."""
-        layers = self.stack.num_layers
-        counts = (count if layer in stretch else 0 for layer, count in enumerate(profile.counts))
-        arguments.running = (ctypes.c_int64 * layers)(*counts)
-        segments = (native.Segment * len(profile.segments))()
+    def _segments(self, profile: Profile) -> ctypes.Array[native.Segment]:
+        """Which tokens run at which depth, and the maps that replace the layers dropped there."""
+        found = (native.Segment * len(profile.segments))()
         for place, (depth, (first, held)) in enumerate(profile.segments.items()):
-            maps = self.stack.maps_at(self.repairs, depth)
-            if len(stretch) < layers:
-                own = (ctypes.POINTER(native.Map) * layers)()
-                own[stretch.start : stretch.stop] = maps[stretch.start : stretch.stop]
-                maps = own
-            segments[place] = native.Segment(first, held, maps)
-        arguments.segment = segments
+            found[place] = native.Segment(first, held, self.stack.maps_at(self.repairs, depth))
+        return found

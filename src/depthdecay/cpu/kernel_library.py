@@ -84,6 +84,7 @@ class Pass(Structure):
         ("logits", c_void_p),
         ("threads", c_int64),
         ("beside", c_void_p),
+        ("saved", POINTER(c_void_p)),
     ]
 
 

@@ -91,6 +91,7 @@ struct Pass {
     float* logits;  // (logits_wanted, vocabulary)
     int64_t threads;
     const float* beside;  // (tokens, hidden): concatenated before the normalized state for q, k and v; or null
+    float* const* saved;  // by layer: where a copy of the state after it goes, (tokens, hidden), or null; or null for all
 };
 
 }  // extern "C"
@@ -537,6 +538,9 @@ class Decoding {
                 if (segment.first >= running && segment.map[layer] != nullptr)
                     repair(thread, *segment.map[layer], segment.first, segment.count);
             }
+            // Each layer ends with a barrier, and the next has one before it changes the state.
+            if (thread == 0 && pass_.saved != nullptr && pass_.saved[layer] != nullptr)
+                std::memcpy(pass_.saved[layer], pass_.state, pass_.tokens * model_.hidden * sizeof(float));
         }
         if (thread == 0) executed_ = executed;
         say(thread);
