@@ -482,8 +482,11 @@ def test_lossless_says_what_full_depth_says_and_what_it_took(tiny: str) -> None:
     assert len(account["draft_depths"]) == len(lossless["token_ids"])
     assert account["accepted"] <= account["drafted"]
     assert account["verifications"] >= 1
-    shown = run("chat", "-m", tiny, "--mode", "lossless", "-n", "8", input="hi\n")
+    shown = run("chat", "-m", tiny, "--mode", "lossless", "-n", "8", "--show-depth", input="hi\n")
     assert shown.exit_code == 0, shown.output
+    assert "8 tokens in " in shown.stderr
+    assert "tokens per pass" in shown.stderr
+    assert "layer speed-up" not in shown.stderr
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------

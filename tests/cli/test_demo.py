@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from depthdecay import Plan
 from depthdecay.cli import app
-from depthdecay.cli.demo import TASK, Timing, _warm_up_tokens, caveat, marked_drafts, same_answer
+from depthdecay.cli.demo import TASK, Timing, _warm_up_tokens, caveat, marked_drafts, results_table, same_answer
 from depthdecay.cli.depth_picture import draw_depths
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.result import Result
@@ -171,8 +171,33 @@ def test_drafted_tokens_are_marked_and_add_up_to_the_answer() -> None:
 def test_it_says_whether_both_answers_are_the_same() -> None:
     full = Result(token_ids=[1, 2, 3])
     drafted = Result(token_ids=[1, 2, 3], draft_depths=[None, 0, 7], verifications=2)
-    assert "2 of its 3 tokens were drafted, 1 of them by prompt lookup; 2 full passes" in same_answer(full, drafted)
+    assert "2 of its 3 tokens were drafted, 1 of them by prompt lookup, and verified" in same_answer(full, drafted)
     other = Result(token_ids=[1, 5, 3], draft_depths=[None] * 3)
     assert "diverge at token 1, at a near-tie" in same_answer(full, other)
     other = Result(token_ids=[1, 2], draft_depths=[None] * 2, inexact_because="no kernel fits")
     assert same_answer(full, other) == "The answers diverge at token 2, at a near-tie: no kernel fits."
+
+
+@pytest.mark.parametrize(
+    ("other", "headings", "cells"),
+    [
+        (
+            Result(mode="lossless", verifications=1, layer_passes=80),
+            ["full\npasses", "tokens\nper pass"],
+            ["2", "2.00"],
+        ),
+        (Result(mode="decay"), ["layers\nexecuted", "layer\nspeed-up"], ["90", "1.33x"]),
+    ],
+)
+def test_costs_are_full_passes_for_lossless_and_layers_for_decay(
+    other: Result, headings: list[str], cells: list[str]
+) -> None:
+    full = Result(token_ids=[1, 2, 3, 4], depths=[30] * 4, num_layers=30)
+    depths = [30] * 4 if other.mode == "lossless" else [30, 20, 20, 20]
+    other = replace(other, token_ids=[1, 2, 3, 4], depths=depths, num_layers=30)
+    table = results_table(full, other, Timing((2.0, 2.0), (1.5, 1.5)), "some model")
+    assert [column.header for column in table.columns[4:6]] == headings
+    of_full = ["4", "1.00"] if other.mode == "lossless" else ["120", "1.00x"]
+    assert [list(column.cells) for column in table.columns[4:6]] == [
+        list(pair) for pair in zip(of_full, cells, strict=True)
+    ]

@@ -164,9 +164,7 @@ def same_answer(full: Result, lossless: Result) -> str:
     if full.token_ids == lossless.token_ids:
         drafted = [depth for depth in lossless.draft_depths if depth is not None]
         said = f"The same answer, token by token. {len(drafted)} of its {tokens} tokens were drafted"
-        return (
-            f"{said}, {drafted.count(0)} of them by prompt lookup; {lossless.verifications} full passes verified them."
-        )
+        return f"{said}, {drafted.count(0)} of them by prompt lookup, and verified at full depth."
     pairs = enumerate(zip(full.token_ids, lossless.token_ids, strict=False))
     where = next((index for index, (one, other) in pairs if one != other), min(len(full.token_ids), tokens))
     why = lossless.inexact_because or "here, a pass over several tokens rounds differently from a pass over one"
@@ -264,7 +262,7 @@ class Timing:
 def results_table(full: Result, other: Result, timing: Timing, title: str) -> Table:
     """Both answers in figures. The ratio is of time per token, since the answers may differ in length.
 
-    A verification runs each layer once, however many tokens it covers, so lossless mode's layer counts are the ideal.
+    A verification is one full pass, however many tokens it covers, so lossless mode's tokens per pass are the ideal.
     """
     table = Table(
         title=f"{title}, greedy, decoding only, best of {len(timing.full)} runs",
@@ -274,7 +272,9 @@ def results_table(full: Result, other: Result, timing: Timing, title: str) -> Ta
         collapse_padding=True,
     )
     # Line breaks by hand, to fit into 80 columns.
-    for heading in ("", "tokens", "tokens/s", "ms/token", "layers\nexecuted", "layer\nspeed-up", "wall-clock\nratio"):
+    is_lossless = other.mode == "lossless"
+    cost = ("full\npasses", "tokens\nper pass") if is_lossless else ("layers\nexecuted", "layer\nspeed-up")
+    for heading in ("", "tokens", "tokens/s", "ms/token", *cost, "wall-clock\nratio"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     steady = timing.is_steady(other.layer_speedup)
     for name, result, runs in ((FULL, full, timing.full), (NAMES[other.mode], other, timing.other)):
@@ -284,8 +284,8 @@ def results_table(full: Result, other: Result, timing: Timing, title: str) -> Ta
             str(len(result.token_ids)),
             f"{1000 / best:.1f}" if best else "-",
             f"{best:.1f}" if best else "-",
-            str(result.layers_executed),
-            f"{result.layer_speedup:.2f}x",
+            str(result.full_passes if is_lossless else result.layers_executed),
+            f"{result.tokens_per_full_pass:.2f}" if is_lossless else f"{result.layer_speedup:.2f}x",
             f"{min(timing.full) / best:.2f}x" if steady else "unsteady",
         )
     return table

@@ -122,15 +122,20 @@ def depth_legend(depths: Sequence[int], num_layers: int, shallowest: int) -> Tex
 
 
 def summary(result: Result) -> str:
-    """Speed and layers of an answer, on one line."""
-    words = [f"{len(result.token_ids)} tokens"]
-    if result.ms_per_token:
-        words.append(f"{1000 / result.ms_per_token:.1f} tokens/s")
-    words.append(f"{result.layers_executed} of {result.layers_full} layers")
-    words.append(f"layer speed-up {result.layer_speedup:.2f}x")
+    """Speed and cost of an answer, on one line. In lossless mode the cost is full passes, otherwise it is layers."""
+    speed = [f"{1000 / result.ms_per_token:.1f} tokens/s"] if result.ms_per_token else []
     if result.mode == "lossless":
-        words.append(f"{result.accepted} of {result.drafted} drafts accepted, {result.verifications} full passes")
-    return " · ".join(words)
+        return " · ".join([_tokens_by_pass(result), *speed])
+    layers = f"{result.layers_executed} of {result.layers_full} layers"
+    tokens = f"{len(result.token_ids)} tokens"
+    return " · ".join([tokens, *speed, layers, f"layer speed-up {result.layer_speedup:.2f}x"])
+
+
+def _tokens_by_pass(result: Result) -> str:
+    tokens = f"{len(result.token_ids)} token{'' if len(result.token_ids) == 1 else 's'}"
+    passes = f"{result.full_passes} full pass{'' if result.full_passes == 1 else 'es'}"
+    drafts = f"{result.accepted} of {result.drafted} drafts accepted" if result.drafted else "nothing drafted"
+    return f"{tokens} in {passes}: {drafts}, {result.tokens_per_full_pass:.2f} tokens per pass"
 
 
 def print_account(result: Result, shallowest: int, *, show_depth: bool) -> None:

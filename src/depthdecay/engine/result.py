@@ -61,6 +61,18 @@ class Result:
         return self.layers_executed / self.layers_full if self.token_ids else 0.0
 
     @property
+    def full_passes(self) -> int:
+        """Full-depth passes that gave tokens. That over the prompt is one: it gives the first token."""
+        if self.mode == "lossless":
+            return self.verifications + 1 if self.token_ids else 0
+        return self.depths.count(self.num_layers)
+
+    @property
+    def tokens_per_full_pass(self) -> float:
+        """Above 1 if drafts were accepted, or if decay ran tokens at less than full depth."""
+        return len(self.token_ids) / self.full_passes if self.full_passes else 0.0
+
+    @property
     def layers_full(self) -> int:
         return self.num_layers * len(self.token_ids)
 
