@@ -3,10 +3,12 @@
 python benchmarks/step_profile.py [--shape qwen2.5-1.5b | --model M] [--tokens 128] [--rounds 5] [--json FILE]
 [SETTINGS …]
 
-SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true. Each
-has an engine of its own; the first is always ours as it is. All take turns at one text at full depth, or --batch. A
-profile says how often each kernel runs in a step and how long it takes, the prompt's own pass taken off; kernels that
-overlap count twice. Whether a setting changes the text, and whether it stays exact, stands beside its time.
+SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true, or for
+constants of our product kernels, such as gemv.FETCHED=0. Each has an engine of its own; the first is always ours as it
+is. All take turns at one text at full depth, or --batch. A profile says how often each kernel runs in a step and how
+long it takes, the prompt's own pass taken off; kernels that overlap count twice. So beside it stands what each adds:
+the time from the end of the kernel before it to its own. Whether a setting changes the text, and whether it stays
+exact, stands beside its time.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from depthdecay import Engine
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, never_ending
 from depthdecay.bench.model_shapes import SHAPES, load_model_or_shape
 from depthdecay.cuda import compiled_layers
-from depthdecay.patches import patched
+from depthdecay.cuda.kernels import gemv
+from depthdecay.patches import patched, replaced
 from depthdecay.result_files import require_writable, write_result
 
 OURS = "ours"
+OF_KERNELS = "gemv."
+PAUSE = 1000.0  # microseconds: a longer one lies between two passes, not inside one
 PROMPT = 32
 
 
@@ -49,14 +54,18 @@ class Setting:
     def __init__(self, model: Any, words: str, prompt: torch.Tensor, tokens: int) -> None:
         self.words, self.prompt, self.tokens = words, prompt, tokens
         before, more = compiled_layers.inductor_options, options_of(words)
+        self.constants = {name.removeprefix(OF_KERNELS): more.pop(name) for name in [*more] if OF_KERNELS in name}
         self.options = lambda rows="one": before(rows) | more
         self.engine = Engine(model, compile=model.device.type == "cuda")
         decode = decoding(self.engine, "full", prompt, tokens)
         self.contender = Contender(words, lambda: self.inside(decode))
 
     def inside(self, run: Callable[[], Any]) -> Any:
-        """What is compiled inside has these options."""
-        with patched(compiled_layers, "inductor_options", self.options):
+        """What is compiled or captured inside has these options and constants."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(patched(compiled_layers, "inductor_options", self.options))
+            for name, value in self.constants.items():
+                undo.enter_context(replaced(gemv, name, value))
             return run()
 
     def result(self, tokens: int) -> Any:
@@ -65,26 +74,33 @@ class Setting:
             return self.inside(run)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Each with its microseconds a step and launches a step, those that take most first."""
+        """Each by its name and the one before it, with microseconds a step and launches a step, largest first."""
         whole, first = self._profiled(self.tokens), self._profiled(1)
         steps, found = self.tokens - 1, []
-        for name, (count, spent) in whole.items():
-            before, spent_before = first.get(name, (0, 0.0))
-            if count > before:
-                each = (spent - spent_before) / (count - before)
-                told = {"microseconds": (spent - spent_before) / steps, "launches": (count - before) / steps}
-                found.append({"kernel": name, **told, "microseconds_each": each})
-        return sorted(found, key=lambda kernel: -kernel["microseconds"])
+        for name, spent in whole.items():
+            count, *times = (now - before for now, before in zip(spent, first.get(name, (0, 0.0, 0.0)), strict=True))
+            if count > 0:
+                taken, added = (time / steps for time in times)
+                told = {"microseconds": taken, "adds": added, "launches": count / steps}
+                found.append({"kernel": name, **told, "microseconds_each": taken * steps / count})
+        return sorted(found, key=lambda kernel: -kernel["adds"])
 
-    def _profiled(self, tokens: int) -> dict[str, tuple[int, float]]:
+    def _profiled(self, tokens: int) -> dict[str, tuple[int, float, float]]:
+        """How often each kernel ran, how long in all, and what it added."""
         on_cuda = self.engine.device.type == "cuda"
-        kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
-        with profile(activities=[kind]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as seen:
             self.result(tokens)
             if on_cuda:
                 torch.cuda.synchronize()
-        time = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-        return {event.key: (event.count, getattr(event, time)) for event in seen.key_averages() if getattr(event, time)}
+        spans = ((event.time_range.end, event.time_range.start, event.name) for event in seen.events())
+        found: dict[str, tuple[int, float, float]] = {}
+        last_end, last = 0.0, ""
+        for end, start, name in sorted(spans):
+            key = f"{name[:80]} after {last[:40]}"
+            count, taken, added = found.get(key, (0, 0.0, 0.0))
+            found[key] = count + 1, taken + end - start, added + end - max(last_end, end - PAUSE)
+            last_end, last = end, name
+        return found
 
 
 def main() -> None:
@@ -140,8 +156,8 @@ def main() -> None:
         print(f"{setting.words}: {row['ms_per_step']} ms a step, {launches:.1f} kernels of {spent:.1f} µs in all")
         for kernel in kernels[: arguments.shown]:
             print(
-                f"  {kernel['microseconds']:8.1f} µs {kernel['launches']:6.1f} of {kernel['microseconds_each']:7.2f}  "
-                f"{kernel['kernel'][:100]}",
+                f"  adds {kernel['adds']:7.1f} of {kernel['microseconds']:7.1f} µs in {kernel['launches']:5.1f} of "
+                f"{kernel['microseconds_each']:6.2f}  {kernel['kernel']}",
                 flush=True,
             )
 
