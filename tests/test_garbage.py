@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from depthdecay.garbage import collection_paused
 
 CODE = """
 import gc, os, sys, types
@@ -32,3 +35,15 @@ def test_frozen_objects_are_collected_at_exit_where_triton_reports_leaks(with_tr
     code = CODE.format(with_triton=with_triton)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_leaves_collection_as_it_was(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with collection_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

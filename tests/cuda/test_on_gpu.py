@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.calibration.text_batches import MostHaveEnded
+from depthdecay.cuda.capture_or_fallback import Capturer
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
@@ -171,6 +173,28 @@ def test_rows_end_where_a_criterion_says() -> None:
 
     results = dd.Engine(on_gpu(), compile=False).generate(PROMPTS, 40, mode="full", stopping_criteria=by_row)
     assert [len(result.token_ids) for result in results] == [2 + row for row in range(len(PROMPTS))]
+
+
+def test_garbage_is_not_collected_during_a_capture() -> None:
+    """Graphs of an engine that is no longer in use are freed at some later time, maybe while others are captured."""
+    old = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(old):
+        torch.ones(4, device="cuda").sum()
+    capturer, unused = Capturer(), [old]
+    unused.append(unused)  # only a collection finds it
+    del old, unused
+    before = gc.get_threshold()
+
+    def run() -> None:
+        gc.set_threshold(1)
+        for _ in range(100):
+            [[] for _ in range(100)]
+        torch.ones(4, device="cuda").sum()
+
+    try:
+        capturer.capture(lambda: None, run).replay()
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_graphs_are_captured_once() -> None:

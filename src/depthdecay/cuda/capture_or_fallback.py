@@ -16,6 +16,7 @@ import torch
 
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.errors import NotCapturable, one_line
+from depthdecay.garbage import collection_paused
 from depthdecay.library_internals import clear_cublas_workspaces
 
 # Relative to the norm of the logits: what rounding explains. A layer that uses its index for anything besides the
@@ -55,20 +56,25 @@ class Capturer:
             # cuBLAS keeps its workspaces outside the pool, and others may free them (transformers' compiled generate
             # does). Cleared, they are reallocated during capture, so the graph owns the memory it writes to.
             clear_cublas_workspaces()
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                run()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # ending a failed capture raises too, hiding the cause
-                    graph.capture_end()
-                # A failed capture leaves torch's RNG in capture state, and the next draw would fail.
-                generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                generator.graphsafe_set_state(generator.clone_state())
-                raise
-            graph.capture_end()
+            # Collecting another engine's graphs frees device memory, which CUDA forbids during a capture.
+            with collection_paused():
+                self._record(graph, run)
             clear_cublas_workspaces()
         torch.cuda.current_stream().wait_stream(side)
         return graph
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # ending a failed capture raises too, hiding the cause
+                graph.capture_end()
+            # A failed capture leaves torch's RNG in capture state, and the next draw would fail.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        graph.capture_end()
 
 
 @dataclass
