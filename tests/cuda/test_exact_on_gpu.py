@@ -17,7 +17,7 @@ import depthdecay as dd
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import expert_products as experts
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import gated_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
 from depthdecay.cuda.pass_graphs import PassGraphs
@@ -277,6 +277,22 @@ def test_layers_that_run_as_they_are_say_so() -> None:
         result = engine.generate(PROMPTS[:1], 8, mode="lossless", eos_token_id=None)[0]
     assert result.exact is False
     assert "not compiled" in str(result.inexact_because)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(8960, 1536), (11008, 4096), (4864, 896), (132 * 32, 64)])
+def test_a_gated_product_s_rows_do_not_depend_on_their_number(rows: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn((16, columns), device="cuda").to(dtype)
+    gate, up = (torch.randn((rows, columns), device="cuda").to(dtype) / columns**0.5 for _ in "ab")
+    expected = gated_product.gated_product(x, gate, up, False)
+    first, second = (x.double() @ weight.double().T for weight in (gate, up))
+    whole = first / (1 + torch.exp(-first)) * second
+    assert float((expected.double() - whole).norm() / whole.norm()) < 0.01
+    for count in range(1, 17):
+        begin = int(torch.randint(0, 17 - count, ()))
+        some = gated_product.gated_product(x[begin : begin + count].contiguous(), gate, up, True)
+        assert torch.equal(some, expected[begin : begin + count])
 
 
 @in_every_dtype

@@ -16,13 +16,14 @@ from decoding import ORDERS, plan_with
 from reference import decoder_layers, reference_tokens
 from replays import replay_captures
 from tiny_models import LAYERS, PROMPTS, tiny_model
+from torch.nn import functional
 
 import depthdecay as dd
 from depthdecay.cuda import compiled_layers, gemv_pass
 from depthdecay.cuda import decode_attention as attention
 from depthdecay.cuda.compiled_layers import CompiledLayers, free_rows, inductor_options
 from depthdecay.cuda.kernels import dependent_launch as overlap
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import gated_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.engine.request import prepare_request
 from depthdecay.errors import DepthDecayError
@@ -187,6 +188,47 @@ def test_products_with_a_few_rows_become_one_call(made: list[int]) -> None:
             x = torch.randn(1, count, 256).bfloat16()
             assert torch.allclose(compiled(x).float(), products(x).float(), atol=0.03)
     assert made == [2, 1] * 2
+
+
+class GatedMLP(torch.nn.Module):
+    def __init__(self, rows: int, activation: Any) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(64, rows, bias=False).bfloat16() for _ in "ab")
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * self.activation(self.gate(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "activation", "calls"),
+    [
+        (132 * 32, functional.silu, []),
+        (132 * 64, functional.silu, []),
+        (64, functional.silu, [2]),  # too few programs
+        (132 * 32, functional.gelu, [2]),
+        (132 * 32, lambda x: functional.silu(x) + x, [2]),
+        (132 * 32, lambda x: functional.silu(x.float()).to(x.dtype) * x, [2]),
+    ],
+)
+def test_a_gated_activation_is_part_of_its_products(
+    rows: int, activation: Any, calls: list[int], made: list[int]
+) -> None:
+    torch.manual_seed(0)
+    mlp = GatedMLP(rows, activation)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        compiled = torch.compile(mlp.forward, options=inductor_options("few"))
+        x = torch.randn(1, 3, 64).bfloat16()
+        assert torch.allclose(compiled(x).float(), mlp(x).float(), atol=0.02)
+        assert made == calls
+
+
+def test_a_gated_product_without_a_gpu_is_the_plain_one() -> None:
+    x, gate, up = torch.randn(3, 64), torch.randn(96, 64), torch.randn(96, 64)
+    expected = functional.silu(x @ gate.t()) * (x @ up.t())
+    assert torch.allclose(torch.ops.depthdecay.gated_product(x, gate, up, False), expected)
+    torch.library.opcheck(gated_product.gated_product, (x, gate, up, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, driver
 
 from depthdecay.bench.model_shapes import SHAPES
 from depthdecay.cuda.decode_attention import spans_of
-from depthdecay.cuda.kernels import expert_products, gemv
+from depthdecay.cuda.kernels import expert_products, gated_product, gemv
 from depthdecay.cuda.kernels import paged_attention as over_blocks
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged
@@ -83,6 +83,13 @@ def products(compiled: Compiled, dtype: torch.dtype, heights: list[int], columns
             gemv.multiply(torch.empty(count, columns, dtype=dtype), weights, overlap)
 
 
+def gated(compiled: Compiled, dtype: torch.dtype, rows: int, columns: int) -> None:
+    gate = torch.empty(rows, columns, dtype=dtype)
+    if gated_product.height_for(gate) is not None:
+        compiled.about = f"{rows} x {columns}, {str(dtype)[6:]}"
+        gated_product.multiply_gated(torch.empty(2, columns, dtype=dtype), gate, gate, True)
+
+
 def attention(compiled: Compiled, dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
     about = f"{heads} heads of {size}, {str(dtype)[6:]}"
     key = torch.empty(4096, 1, groups, size, dtype=dtype).permute(1, 2, 0, 3)
@@ -123,6 +130,7 @@ def main() -> None:
                 ([sizes["vocab_size"]], hidden),
             ):
                 products(compiled, dtype, heights, columns)
+            gated(compiled, dtype, inner, hidden)
             attention(compiled, dtype, sizes["num_attention_heads"], groups, size)
         attention(compiled, dtype, 8, 4, 256)
         experts(compiled, dtype)

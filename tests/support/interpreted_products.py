@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton_interpreter  # noqa: F401
 
-from depthdecay.cuda.kernels import expert_products, gemv
+from depthdecay.cuda.kernels import expert_products, gated_product, gemv
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
@@ -17,6 +17,18 @@ def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None
     for first, count in ((0, 1), (3, 2), (5, 16), (7, 17), (1, 33), (2, 64), (0, 65)):
         some = gemv.multiply(x[first : first + count].contiguous(), weights, False)
         assert torch.equal(some, expected[:, first : first + count]), (dtype, columns, heights, first, count)
+
+
+def check_gated(rows: int, columns: int) -> None:
+    gate, up = ((torch.randn(rows, columns) * 0.1).half() for _ in "ab")
+    x = torch.randn(16, columns).half()
+    expected = gated_product.multiply_gated(x, gate, up, False)
+    first, second = (x.double() @ weight.double().T for weight in (gate, up))
+    whole = first / (1 + torch.exp(-first)) * second
+    assert float((expected.double() - whole).norm() / whole.norm()) < 1e-3
+    for begin, count in ((0, 1), (3, 2), (5, 7)):
+        some = gated_product.multiply_gated(x[begin : begin + count].contiguous(), gate, up, False)
+        assert torch.equal(some, expected[begin : begin + count]), (rows, columns, begin, count)
 
 
 def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) -> None:
@@ -37,9 +49,11 @@ def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) ->
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.float32):  # the interpreter does not support bfloat16
-        for columns, heights in ((512, [64, 32]), (576, [96]), (256, [8]), (128, [97])):
+        for columns, heights in ((512, [64, 32]), (576, [96]), (256, [8]), (128, [97]), (256, [1440, 32])):
             check_products(dtype, columns, heights)
         for experts, choices in ((4, 2), (6, 3)):
             for each in (False, True):
                 check_experts(dtype, experts, choices, each)
+    check_gated(132 * 32, 128)
+    check_gated(132 * 64, 64)
     print("alike")

@@ -36,6 +36,10 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     overlap = overlaps_kernels() and rows in ("one", "few")
     kernels = GemvPass(overlap, "one" if rows == "many" else rows)
     options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
+    if overlap:
+        # Small kernels that do not depend on each other (rotary embedding of queries and keys, writing to the cache)
+        # become one: 1.50 to 1.44 ms a step of a 1.5B model.
+        options |= {"combo_kernels": True}
     # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few.
     return options | {"split_reductions": False} if is_exact(rows) else options
 

@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from depthdecay import library_internals as internals
+from depthdecay.cuda import gate_pattern
+from depthdecay.cuda.gate_pattern import VIEWS, gated_by
 from depthdecay.cuda.kernels import dependent_launch as waiting
-from depthdecay.cuda.kernels import expert_products, gemv
+from depthdecay.cuda.kernels import expert_products, gated_product, gemv
 
 _GraphPass: Any = internals.graph_pass_class()
 
@@ -37,6 +39,8 @@ class GemvPass(_GraphPass):
             alone = self._is_skinny(node) and not gemv.can_join(weight.meta["val"])
             groups.setdefault((source, node) if alone else source, []).append(node)
         for products in groups.values():
+            if self.rows == "few" and len(products) == 2 and self._gate(graph, products):
+                continue
             for start in range(0, len(products), gemv.MOST_MATRICES):
                 self._replace(graph, products[start : start + gemv.MOST_MATRICES])
         graph.eliminate_dead_code()
@@ -52,6 +56,25 @@ class GemvPass(_GraphPass):
         # In a "few" compilation a symbolic number of rows is the width of a verification, which is at most 16.
         few = self.rows == "few" and (isinstance(count, torch.SymInt) or count <= gemv.MOST_ROWS)
         return (few or self.rows == "any") and gemv.is_even(weight)
+
+    def _gate(self, graph: fx.Graph, products: list[fx.Node]) -> bool:
+        """Replace two products and the activation that joins them by one call; False if they are not of that form."""
+        for gate, up in (products, products[::-1]):
+            last, weights = gated_by(gate, up), [_weight_of(gate), _weight_of(up)]
+            values = [weight.meta["val"] for weight in weights if weight is not None]
+            alike = values[0].shape == values[1].shape and gated_product.height_for(values[0]) is not None
+            if last is None or not alike or not all(map(self._is_skinny, products)):
+                continue
+            x, rows = _vector_of(gate), values[0].shape[0]
+            with graph.inserting_before(last):
+                joined = graph.call_function(torch.ops.depthdecay.gated_product.default, (x, *weights, self.overlap))
+                joined.meta["val"] = x.meta["val"].new_empty((x.meta["val"].shape[0], rows))
+                shape = next(iter(gate.users)).args[1]  # of the view through which the products are used
+                viewed = graph.call_function(torch.ops.aten.reshape.default, (joined, shape))
+                viewed.meta["val"] = last.meta["val"]
+            last.replace_all_uses_with(viewed)
+            return True
+        return False
 
     def _replace(self, graph: fx.Graph, products: list[fx.Node]) -> None:
         vector = _vector_of(products[0])
@@ -87,7 +110,10 @@ class GemvPass(_GraphPass):
     def uuid(self) -> Any:
         return internals.files_key(
             # All files that shape the generated code: product kernels and their tilings, and where kernels wait.
-            (__file__, gemv.__file__, expert_products.__file__, waiting.__file__, internals.__file__),
+            (
+                *(__file__, gate_pattern.__file__, gemv.__file__, gated_product.__file__, expert_products.__file__),
+                *(waiting.__file__, internals.__file__),
+            ),
             extra=f"{self.overlap} {self.rows}",
         )
 
@@ -100,8 +126,7 @@ def _vector_of(node: fx.Node) -> fx.Node:
 
 def _source_of(node: fx.Node) -> fx.Node:
     """The tensor before any reshapes: each product has its own view of the same vector."""
-    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-    while node.target in views and isinstance(node.args[0], fx.Node):
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

@@ -89,6 +89,18 @@ if triton is not None:
         tl.store(y_ptr + row, tl.sum(total, 0).to(y_ptr.dtype.element_ty))
 
     @triton.jit
+    def prefetch_lines(lines):  # type: ignore[no-untyped-def]
+        """Start moving these 128-byte lines into L2; waits for nothing."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [lines.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
     def _rows_times(x_ptrs, vector, columns, count, weights, total, TILE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
         """Accumulate 16 vectors. Always a tile of 16: for a larger one Triton may pick a different MMA instruction."""
         vector += TILE * 16
@@ -145,15 +157,7 @@ if triton is not None:
             gdc_launch_dependents()
             if AHEAD > 0:  # weights do not depend on the preceding kernel: prefetch their first 128-byte lines
                 ahead = tl.minimum(tl.arange(0, AHEAD) * LINE, part - LINE)
-                lines = w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :]
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                    "=r,l",
-                    [lines.to(tl.int64)],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
+                prefetch_lines(w_ptr + outputs[:, None].to(tl.int64) * columns + start + ahead[None, :])
             gdc_wait()
         total0 = tl.zeros((16, ROWS), dtype=tl.float32)
         total1 = tl.zeros((16, ROWS), dtype=tl.float32)
@@ -242,6 +246,9 @@ class Tiling(NamedTuple):
 
 
 TALL, LOW = Tiling(128, 4, 3, 1, 128), Tiling(32, 2, 5, 1, 128)
+# For a small matrix: enough programs without splitting its columns, so that no kernel has to sum parts of it.
+SMALL = Tiling(16, 2, 6, 1, 256)
+SMALL_PROGRAMS, SMALL_COLUMNS = range(88, 265), 2048
 SHARED_BYTES = 100_000  # of shared memory per program for its loads: two programs fit on an H200's SM
 
 
@@ -253,6 +260,9 @@ def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
     at_once = LOW.columns if wide else SKINNY_COLUMNS
     if all(height % TALL.rows == 0 for height in heights) and sum(heights) // TALL.rows in TALL_PROGRAMS:
         return TALL._replace(columns=at_once)
+    small = wide and columns % SMALL.columns == 0 and columns <= SMALL_COLUMNS
+    if small and sum(heights) // SMALL.rows in SMALL_PROGRAMS:
+        return SMALL
     blocks = columns // at_once
     most = min(MOST_PARTS, LOW_PROGRAMS // -(-sum(heights) // LOW.rows), blocks // LEAST_BLOCKS)
     parts = max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0)
@@ -270,7 +280,7 @@ def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tili
     # Taller tiles read the vectors less often. Use the tallest that still gives every SM a program.
     tall = [rows for rows in (128, 64) if all(height % rows == 0 for height in heights)]
     full = [rows for rows in tall if sum(heights) // rows * tile.parts >= TALL_PROGRAMS.start]
-    rows = next(iter(full), tile.rows)
+    rows = next(iter(full), LOW.rows)
     stage = (rows + MOST_ROWS * tiles) * tile.columns * weights[0].element_size()
     return tile._replace(rows=rows, warps=4, stages=max(2, min(tile.stages, SHARED_BYTES // stage)))
 
