@@ -4,7 +4,7 @@ python benchmarks/step_profile.py [--shape qwen2.5-1.5b | --model M] [--tokens 1
 [SETTINGS …]
 
 SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true, or for
-constants of our product kernels, such as gemv.FETCHED=0. Each has an engine of its own; the first is always ours as it
+constants of our product kernels, such as gemv.AHEAD=4. Each has an engine of its own; the first is always ours as it
 is. All take turns at one text at full depth, or --batch. A profile says how often each kernel runs in a step and how
 long it takes, the prompt's own pass taken off; kernels that overlap count twice. So beside it stands what each adds:
 the time from the end of the kernel before it to its own. Whether a setting changes the text, and whether it stays
@@ -26,12 +26,12 @@ from depthdecay import Engine
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, never_ending
 from depthdecay.bench.model_shapes import SHAPES, load_model_or_shape
 from depthdecay.cuda import compiled_layers
-from depthdecay.cuda.kernels import gemv
+from depthdecay.cuda.kernels import gated_product, gemv
 from depthdecay.patches import patched, replaced
 from depthdecay.result_files import require_writable, write_result
 
 OURS = "ours"
-OF_KERNELS = "gemv."
+KERNELS = {"gemv": gemv, "gated_product": gated_product}
 PAUSE = 1000.0  # microseconds: a longer one lies between two passes, not inside one
 PROMPT = 32
 
@@ -54,7 +54,7 @@ class Setting:
     def __init__(self, model: Any, words: str, prompt: torch.Tensor, tokens: int) -> None:
         self.words, self.prompt, self.tokens = words, prompt, tokens
         before, more = compiled_layers.inductor_options, options_of(words)
-        self.constants = {name.removeprefix(OF_KERNELS): more.pop(name) for name in [*more] if OF_KERNELS in name}
+        self.constants = {name: more.pop(name) for name in [*more] if name.partition(".")[0] in KERNELS}
         self.options = lambda rows="one": before(rows) | more
         self.engine = Engine(model, compile=model.device.type == "cuda")
         decode = decoding(self.engine, "full", prompt, tokens)
@@ -65,7 +65,8 @@ class Setting:
         with contextlib.ExitStack() as undo:
             undo.enter_context(patched(compiled_layers, "inductor_options", self.options))
             for name, value in self.constants.items():
-                undo.enter_context(replaced(gemv, name, value))
+                module, _, constant = name.partition(".")
+                undo.enter_context(replaced(KERNELS[module], constant, value))
             return run()
 
     def result(self, tokens: int) -> Any:

@@ -43,10 +43,11 @@ SHAPE = {
     "vocab_size": 1024,
     "max_position_embeddings": 1024,
 }
+GATED_ROWS = 132 * 32  # enough for the kernel of gated products
 WINDOW = 100  # shorter than the texts
 PLAIN: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {"use_sliding_window": False},
+    "qwen2": {"use_sliding_window": False, "intermediate_size": GATED_ROWS},
     "qwen3": {"head_dim": 128},
     "gpt_neox": {"num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -65,8 +66,9 @@ INEXACT: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"intermediate_size": 1000}, "512 x 1000 does not divide"),
     "gemma2": ({"head_dim": 32, "attn_implementation": "eager"}, "head sizes 64, 128, 256, not 32"),
 }
-# Launches per pass: query with key and value, output, gate with up, down; the LM head. With experts, the router's.
-PRODUCTS = {"mixtral": 3 * LAYERS + 1}
+# Launches per pass: query with key and value, output, gate with up, down; the LM head. With experts, the router's. Gate
+# with up may have a kernel of its own.
+PRODUCTS = {"mixtral": 3 * LAYERS + 1, "qwen2": 3 * LAYERS + 1}
 IDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 in_every_dtype = pytest.mark.parametrize("dtype", IDS, ids=IDS.values())
 plain = pytest.mark.parametrize("architecture", PLAIN)
@@ -93,6 +95,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     beside, attended = gemv._side_by_side, attend._launched
     monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
     monkeypatch.setattr(attend, "_launched", lambda *args: (counts.update(["attention"]), attended(*args))[1])
+    gated = gated_product.multiply_gated
+    monkeypatch.setattr(gated_product, "multiply_gated", lambda *args: (counts.update(["gated"]), gated(*args))[1])
     tile = experts.expert_tiling
     monkeypatch.setattr(experts, "expert_tiling", lambda weights: (counts.update(["experts"]), tile(weights))[1])
     return counts
@@ -155,6 +159,7 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert launches["products"] > 0
     assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
     assert (launches["experts"] > 0) == (architecture == "mixtral")
+    assert (launches["gated"] > 0) == (architecture == "qwen2")
     assert launches["attention"] > 0
     assert launches["attention"] % LAYERS == 0
     assert len(expected.unique(dim=0)) == len(text)
@@ -304,6 +309,7 @@ def test_a_gated_product_s_rows_do_not_depend_on_their_number(rows: int, columns
         (1536, [8960, 8960]),
         (4096, [11008, 11008]),
         (512, [32]),
+        (512, [1536, 32]),
         (128, [96]),
         (576, [576, 192, 192]),
         (576, [97]),
