@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from tiny_models import LAYERS, PROMPTS, tiny_model
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
@@ -340,6 +341,38 @@ class TestInductor:
         # The other attributes of a kernel that `overlap` uses.
         source = inspect.getsource(kernel_class)
         assert all(f"self.{name}" in source for name in ("inside_reduction", "range_trees", "body.writeline"))
+
+    @pytest.mark.parametrize(
+        ("hint", "size", "cooperative", "whole"),
+        [
+            ("INNER", sympy.Integer(4096), False, True),
+            ("INNER", sympy.Integer(4097), False, False),
+            ("INNER", sympy.Symbol("s"), False, False),
+            ("INNER", sympy.Integer(4096), True, False),
+            ("OUTER", sympy.Integer(4096), False, False),
+        ],
+    )
+    def test_generated_kernels_hold_whole_rows(
+        self, hint: str, size: Any, cooperative: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.codegen.triton import TritonKernel
+        from torch._inductor.runtime.hints import ReductionHint
+
+        name = "should_use_persistent_reduction"
+        assert list(inspect.signature(getattr(InductorChoices, name)).parameters) == [
+            "features",
+            "cooperative_reduction",
+        ]
+        assert f"V.choices.{name}(" in inspect.getsource(TritonKernel)
+        otherwise = staticmethod(lambda features, cooperative_reduction: False)
+        monkeypatch.setattr(InductorChoices, name, otherwise)
+        features = SimpleNamespace(reduction_numel=size, get_reduction_hint=lambda: ReductionHint[hint])
+        with internals.whole_reductions(4096):
+            assert (
+                InductorChoices().should_use_persistent_reduction(features, cooperative_reduction=cooperative) == whole
+            )
+        assert InductorChoices.__dict__[name] is otherwise
 
     def test_only_the_first_wait_of_a_kernel_stays(self) -> None:
         from torch._inductor.utils import IndentedBuffer

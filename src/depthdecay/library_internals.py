@@ -255,6 +255,29 @@ def kernel_waits(write: Callable[[Any, Any], None]) -> Iterator[None]:
         setattr(kernel, hook, original)
 
 
+@contextlib.contextmanager
+def whole_reductions(most: int) -> Iterator[None]:
+    """While open, generated kernels that reduce rows of up to `most` adjacent elements hold a whole row at once.
+
+    By default inductor holds 1,024, and reads longer rows twice, in loops.
+    """
+    choices = _imported("torch._inductor.choices", "InductorChoices", "torch")
+    name = "should_use_persistent_reduction"
+    original = required(choices, name, "torch")
+    wrapped = choices.__dict__[name]  # the staticmethod itself, for putting it back
+
+    def holds_whole(features: Any, cooperative_reduction: bool) -> bool:
+        size, hint = features.reduction_numel, features.get_reduction_hint()
+        is_row = hint.name == "INNER" and not cooperative_reduction and size.is_number and size <= most
+        return is_row or original(features, cooperative_reduction)
+
+    setattr(choices, name, staticmethod(holds_whole))
+    try:
+        yield
+    finally:
+        setattr(choices, name, wrapped)
+
+
 def _waiting_kernel() -> Any:
     """inductor's class of generated kernels, checked for what we use; it is slow to import."""
     kernel = _imported("torch._inductor.codegen.triton", "TritonKernel", "torch")

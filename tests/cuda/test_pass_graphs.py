@@ -204,7 +204,7 @@ class GatedMLP(torch.nn.Module):
     ("rows", "activation", "calls"),
     [
         (132 * 32, functional.silu, []),
-        (132 * 64, functional.silu, []),
+        (216 * 64, functional.silu, []),
         (64, functional.silu, [2]),  # too few programs
         (132 * 32, functional.gelu, [2]),
         (132 * 32, lambda x: functional.silu(x) + x, [2]),

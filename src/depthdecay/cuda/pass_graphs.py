@@ -19,6 +19,7 @@ from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
 from depthdecay.cuda.decode_attention import attention_in_steps, spans_of
 from depthdecay.cuda.exactness import BATCHED, UNCOMPILED, Exactness
 from depthdecay.cuda.kernels.split_attention import MOST_TOKENS
+from depthdecay.cuda.likeliest import take_step
 from depthdecay.errors import NotCapturable
 from depthdecay.library_internals import optimized_for_decoding
 from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
@@ -189,11 +190,8 @@ class PassGraphs:
             logits = self.stack.run(self.layer_pass, self.tokens, mask, self.cache, self.position_ids, ask=ask)[:, -1]
         if self.logits is None:
             self.logits = torch.empty_like(logits)
-        self.logits.copy_(logits)
         # Greedy decoding feeds itself; a sampler overwrites the token before the next replay.
-        self.tokens.copy_(logits.argmax(dim=-1, keepdim=True))
-        self.position += 1
-        self.position_ids += 1
+        self.as_few_kernels(take_step)(logits, self.logits, self.tokens, self.position, self.position_ids)
         return logits
 
     def several(self, ids: torch.Tensor, positions: torch.Tensor, bucket: int, ask: Ask = PLAIN) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from depthdecay.cuda.likeliest import PIECES, likeliest
 from depthdecay.cuda.pass_graphs import Captured, PassGraphs, apart
 from depthdecay.engine.sampling import Sampler
 from depthdecay.model.kv_cache import bucket_for, room_for
@@ -21,7 +22,7 @@ from depthdecay.speculative.chain_head import ChainHead
 from depthdecay.speculative.chain_pick import ChainPick
 from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace
 from depthdecay.speculative.head_text import PlacedHead
-from depthdecay.speculative.short_head import PIECES, ShortHead, product
+from depthdecay.speculative.short_head import ShortHead, product
 
 # Token counts that verifications are captured for. A shorter one is padded at the end, where no token attends. On an
 # H200 a pass over 8 tokens costs 3% more than one over 4, so more sizes would save less than their capture costs.
@@ -323,7 +324,7 @@ class Chain:
             head.leave_out(positions)
         take_over = passes.as_few_kernels(take_verified)
         if self.pick.is_greedy:
-            said = logits.argmax(-1)  # torch's kernel uses many blocks per row, a generated one only one
+            said = passes.as_few_kernels(likeliest)(logits)
         else:
             said = self.pick.verified(logits[0], ids, positions).unsqueeze(0)
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from depthdecay.cuda.likeliest import PIECES
 from depthdecay.model.layers import LayerStack
 from depthdecay.patches import patched
 
 # Vocabularies are ordered by when the tokenizer's training added a token, so the first ones are the most frequent.
 SHARE, LEAST = 5, 16384
 SPARE = 2048  # extra rows for other tokens of the prompt and the answer
-PIECES = 64  # the rows divide into so many pieces, whose argmax is computed in parallel
 WORTH = 0.08  # the least share of a step's bytes that the LM head must have
 MOST = 0.7  # the largest size of the shortened head, relative to the LM head
 

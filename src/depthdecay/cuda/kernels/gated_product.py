@@ -21,8 +21,9 @@ try:
 except ImportError:  # no Triton: CPU-only builds never reach the kernel
     triton = None
 
-HEIGHTS = (64, 32)  # rows of each matrix per program
 STAGES = 3
+# Rows of each matrix per program, and how many programs there may be: at least one per SM of an H200, and all resident.
+TILES = ((32, range(132, 397)), (64, range(132, 265)))
 
 if triton is not None:
 
@@ -77,7 +78,7 @@ def height_for(gate: torch.Tensor) -> int | None:
     rows, columns = gate.shape
     if gate.dtype not in (torch.bfloat16, torch.float16) or columns % gemv.SKINNY_COLUMNS:
         return None
-    fitting = (height for height in HEIGHTS if rows % height == 0 and rows // height in gemv.TALL_PROGRAMS)
+    fitting = (height for height, programs in TILES if rows % height == 0 and rows // height in programs)
     return next(fitting, None)
 
 
@@ -107,7 +108,7 @@ def multiply_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, overla
         AHEAD=gemv.AHEAD,
         LINE=128 // x.element_size(),
         PDL=overlap,
-        num_warps=4,
+        num_warps=height // 16,
         num_stages=STAGES,
         launch_pdl=overlap,
     )

@@ -151,9 +151,8 @@ if triton is not None:
         token = row % tokens
         lanes = tl.arange(0, DIM)
         start, length = chunk_at(chunk, SPLIT, LEVEL, MOST)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        # Spans are written at the start of a pass, long before the kernel that runs just now and that we wait for: the
+        # one that writes keys and values. So they are read while it still runs.
         if MASKED:
             origin = tl.full((), 0, tl.int32)
             last = tl.full((ROWS,), 0, tl.int32) + positions - 1
@@ -161,6 +160,9 @@ if triton is not None:
             spans = seen_ptr + batch * seen_batch
             origin = tl.load(spans).to(tl.int32)
             last = tl.load(spans + token * seen_token + 1, mask=inside, other=-1).to(tl.int32)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         first = tl.where(window > 0, tl.maximum(origin, last - window + 1), origin)
         begin = origin + start
         end = tl.minimum(begin + length, tl.max(last, 0) + 1)
@@ -221,9 +223,6 @@ if triton is not None:
         batch, group = tl.program_id(0) // groups, tl.program_id(0) % groups
         row = tl.program_id(1)
         heads = rows // tokens
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
         if MASKED:
             begin = tl.full((), 0, tl.int32)
             end = chunks - 1
@@ -232,6 +231,9 @@ if triton is not None:
             last = (tl.load(spans + row % tokens * seen_token + 1) - tl.load(spans)).to(tl.int32)
             first = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
             begin, end = chunk_of(first, SPLIT, LEVEL, MOST), chunk_of(last, SPLIT, LEVEL, MOST)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         base = tl.program_id(0).to(tl.int64) * chunks * rows + row
         y = add_up(part_ptr, stat_ptr, base, rows, begin, end, DIM, SUMMED)
         place = (batch * tokens + row % tokens) * groups * heads + group * heads + row // tokens
