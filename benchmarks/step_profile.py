@@ -4,7 +4,7 @@ python benchmarks/step_profile.py [--shape qwen2.5-1.5b | --model M] [--tokens 1
 [SETTINGS …]
 
 SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true, or for
-constants of our product kernels, such as gemv.AHEAD=4. Each has an engine of its own; the first is always ours as it
+constants of our kernels, such as gemv.AHEAD=4. Each has an engine of its own; the first is always ours as it
 is. All take turns at one text at full depth, or --batch. A profile says how often each kernel runs in a step and how
 long it takes, the prompt's own pass taken off; kernels that overlap count twice. So beside it stands what each adds:
 the time from the end of the kernel before it to its own. Whether a setting changes the text, and whether it stays
@@ -26,12 +26,12 @@ from depthdecay import Engine
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, never_ending
 from depthdecay.bench.model_shapes import SHAPES, load_model_or_shape
 from depthdecay.cuda import compiled_layers
-from depthdecay.cuda.kernels import gated_product, gemv
+from depthdecay.cuda.kernels import dependent_launch, gated_product, gemv
 from depthdecay.patches import patched, replaced
 from depthdecay.result_files import require_writable, write_result
 
 OURS = "ours"
-KERNELS = {"gemv": gemv, "gated_product": gated_product}
+KERNELS = {"gemv": gemv, "gated_product": gated_product, "dependent_launch": dependent_launch}
 PAUSE = 1000.0  # microseconds: a longer one lies between two passes, not inside one
 PROMPT = 32
 

@@ -114,7 +114,7 @@ class GemvPass(_GraphPass):
                 *(__file__, gate_pattern.__file__, gemv.__file__, gated_product.__file__, expert_products.__file__),
                 *(waiting.__file__, internals.__file__),
             ),
-            extra=f"{self.overlap} {self.rows} {gated_product.TILES}",
+            extra=f"{self.overlap} {self.rows} {gated_product.TILES} {waiting.LONGEST_ROW}",
         )
 
 
