@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from depthdecay import Engine
@@ -93,7 +94,9 @@ class Setting:
             self.result(tokens)
             if on_cuda:
                 torch.cuda.synchronize()
-        spans = ((event.time_range.end, event.time_range.start, event.name) for event in seen.events())
+        ran = DeviceType.CUDA if on_cuda else DeviceType.CPU  # calls on the host, such as launches, are in it too
+        events = (event for event in seen.events() if event.device_type == ran)
+        spans = ((event.time_range.end, event.time_range.start, event.name) for event in events)
         found: dict[str, tuple[int, float, float]] = {}
         last_end, last = 0.0, ""
         for end, start, name in sorted(spans):
