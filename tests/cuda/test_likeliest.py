@@ -8,7 +8,7 @@ import torch
 from depthdecay.cuda.likeliest import PIECES, likeliest, take_step
 
 
-@pytest.mark.parametrize("size", [PIECES * 37, 100, 1])
+@pytest.mark.parametrize("size", [PIECES * 37, 29 * 13, 100, 97, 1])
 @pytest.mark.parametrize("shape", [(1,), (5,), (1, 7)])
 def test_the_likeliest_token_is_the_argmax(size: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(size)
@@ -31,3 +31,11 @@ def test_a_step_feeds_its_choices_back_and_goes_on() -> None:
     assert torch.equal(kept, logits)
     assert tokens.tolist() == [[1], [0]]
     assert (position.tolist(), position_ids.tolist()) == ([5], [[5], [3]])
+
+
+def test_it_can_be_compiled_as_one_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(likeliest, fullgraph=True)
+    for size in (29 * 13, PIECES * 4):
+        logits = torch.randn(3, size)
+        assert torch.equal(compiled(logits), logits.argmax(-1))

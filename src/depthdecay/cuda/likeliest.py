@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import torch
 
-PIECES = 64
+PIECES = 64  # at most
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """The argmax over the last dimension; of equal logits the first, like `torch.argmax`."""
-    size = logits.shape[-1]
-    pieces = logits.unflatten(-1, (PIECES if size % PIECES == 0 else 1, -1))
-    highest, place = pieces.max(-1)
+    size, count = logits.shape[-1], PIECES
+    while size % count:
+        count -= 1
+    highest, place = logits.unflatten(-1, (count, -1)).max(-1)
     piece = highest.argmax(-1, keepdim=True)
-    return (piece * pieces.shape[-1] + place.gather(-1, piece)).squeeze(-1)
+    return (piece * (size // count) + place.gather(-1, piece)).squeeze(-1)
 
 
 def take_step(
