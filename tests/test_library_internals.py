@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -382,6 +383,38 @@ class TestInductor:
         code.writelines(["a = 1", kernel_class.GDC_WAIT, "b = 2", kernel_class.GDC_WAIT])
         kernel_class._filter_pdl(SimpleNamespace(GDC_WAIT=kernel_class.GDC_WAIT, GDC_LAUNCH="launch"), code)
         assert code.getrawvalue().count(kernel_class.GDC_WAIT) == 1
+
+
+class TestGGUF:
+    def test_the_quick_reader_finds_what_the_original_finds(self, gguf_file: Path) -> None:
+        import gguf
+
+        quick, original = internals.gguf_reader_class()(gguf_file), gguf.GGUFReader(gguf_file)
+        assert [*quick.fields] == [*original.fields]
+        for name, field in original.fields.items():
+            assert quick.fields[name].contents() == field.contents()
+        for ours, theirs in zip(quick.tensors, original.tensors, strict=True):
+            assert (ours.name, ours.tensor_type, ours.data_offset) == (
+                theirs.name,
+                theirs.tensor_type,
+                theirs.data_offset,
+            )
+            assert np.array_equal(ours.data, theirs.data)
+
+    def test_transformers_reads_with_what_it_is_given(self, gguf_file: Path) -> None:
+        import gguf
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        before = gguf.GGUFReader, gguf.get_tensor_name_map
+        reader = internals.gguf_reader_class()(gguf_file)
+        read: list[Any] = []
+        with internals.gguf_looked_up_once(lambda path: (read.append(path), reader)[1]):
+            found = load_gguf_checkpoint(gguf_file)
+            names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+            assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is names
+        assert read == [gguf_file]
+        assert found["config"]["model_type"] == "llama"
+        assert before == (gguf.GGUFReader, gguf.get_tensor_name_map)
 
 
 def test_the_command_line_of_lm_eval_parses_and_runs() -> None:

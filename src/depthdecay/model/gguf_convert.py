@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
+from depthdecay.library_internals import gguf_looked_up_once, gguf_reader_class
 from depthdecay.model import gguf_tokenizer
 from depthdecay.model.gguf_fields import TokenizerFields, metadata
+from depthdecay.patches import SharedPatch
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +26,26 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_checked(path: Path) -> Any:
-    """A `gguf.GGUFReader` for a file, checked to contain every tensor that its header lists."""
-    import gguf
+_converting: dict[str, Any] = {}  # readers by file, while it is converted
 
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    file = os.path.realpath(path)
+    return _converting.get(file) or gguf_reader_class()(file)
+
+
+_READING_ONCE = SharedPatch(lambda: gguf_looked_up_once(_read))
+
+
+def read_checked(path: Path) -> Any:
+    """The reader of a file, checked to contain every tensor that its header lists."""
     size = path.stat().st_size
     damaged = DepthDecayError(
         f"the GGUF file '{path}' is truncated or damaged: its header lists more than its {size:,} bytes contain; "
         f"download it again"
     )
     try:
-        reader = gguf.GGUFReader(path)
+        reader = gguf_reader_class()(path)
         end = max((int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors), default=size + 1)
     except Exception as error:  # the reader trusts the file, so a truncated one can fail anywhere
         raise damaged from error
@@ -58,20 +69,25 @@ def convert(path: Path, reader: Any, folder: Path, dtype: torch.dtype) -> None:
     # stderr is redirected because no transformers setting turns off its progress bar for GGUF tensors.
     with tempfile.TemporaryDirectory(prefix="depthdecay-") as lone, redirect_stderr(io.StringIO()):
         _link(path.resolve(), Path(lone, "model.gguf"))
+        linked = os.path.realpath(Path(lone, "model.gguf"))
+        _converting[linked] = reader
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                lone,
-                gguf_file="model.gguf",
-                dtype=dtype,
-                # Otherwise the weights may stay packed, which cannot be saved.
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-            )
+            with _READING_ONCE.made():
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    lone,
+                    gguf_file="model.gguf",
+                    dtype=dtype,
+                    # Otherwise the weights may stay packed, which cannot be saved.
+                    quantization_config=GgufConfig(dequantize=True),
+                    output_loading_info=True,
+                )
         except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"transformers cannot load the GGUF file '{path}' (architecture '{architecture}') as a causal language "
                 f"model: {one_line(error)}; use the model's safetensors version instead"
             ) from error
+        finally:
+            _converting.pop(linked, None)
         if info["missing_keys"]:
             raise DepthDecayError(
                 f"the GGUF file '{path}' lacks {len(info['missing_keys'])} of the tensors that its architecture "
