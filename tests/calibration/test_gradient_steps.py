@@ -51,6 +51,39 @@ def test_the_best_is_kept_and_not_the_last() -> None:
     assert float((values.detach() - 0.5).abs()) == learned.best
 
 
+def test_steps_that_are_too_large_are_made_smaller() -> None:
+    values = nn.Parameter(torch.tensor([0.99, -0.99]))
+
+    def loss_of(_step: int) -> torch.Tensor:
+        return (values - torch.tensor([1.0, -1.0])).abs().sum()
+
+    settings = StepSettings(80, rate=2.0, cooldown=0.0)  # without cooldown, steps stay this large
+    learned = descend([values], loss_of, lambda: float(loss_of(-1)), settings)
+    start = learned.curve[0].judged_loss
+    assert learned.slowings > 1
+    assert learned.curve[1].judged_loss > start
+    assert learned.best < start
+
+
+def test_smaller_steps_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_steps, "KEEP_EVERY", 0.0)
+    values = nn.Parameter(torch.tensor([0.99]))
+
+    def interrupted(progress: Progress) -> None:
+        if progress.step == 21:
+            raise KeyboardInterrupt
+
+    asked = [values], lambda step: (values - 1).abs().sum(), lambda: float((values - 1).abs())
+    first, second = Learned(), Learned()
+    settings = StepSettings(80, rate=2.0, cooldown=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        descend(*asked, settings, interrupted, tmp_path / "kept", first)
+    assert first.slowings > 0
+    descend(*asked, StepSettings(80, rate=2.0, cooldown=0.0), file=tmp_path / "kept", learned=second)
+    assert second.slowings >= first.slowings
+    assert [point.step for point in second.curve][:3] == [point.step for point in first.curve]
+
+
 def test_what_was_there_is_kept_where_no_step_helps() -> None:
     values = nn.Parameter(torch.ones(1))
     descend([values], lambda step: values.sum(), lambda: float((values - 1).abs()), StepSettings(10, rate=0.1))
