@@ -300,7 +300,17 @@ def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
 def test_cuda_where_there_is_none(tiny: str) -> None:
-    assert "cuda" in refused("generate", "hi", "-m", tiny, "--device", "cuda")
+    assert ": --device is 'cuda', but no CUDA GPU " in refused("generate", "hi", "-m", tiny, "--device", "cuda")
+
+
+def test_what_loading_refuses_is_told_with_flags(tiny: str, tmp_path: Path) -> None:
+    assert ": --device is 'toaster'; expected cpu, " in refused("generate", "hi", "-m", tiny, "--device", "toaster")
+    assert ": --dtype is 'int3'; expected auto, " in refused("info", "-m", tiny, "--dtype", "int3")
+    own_code = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "configuration_x.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(own_code))
+    (tmp_path / "configuration_x.py").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert "trust it and set --trust-remote-code" in refused("check", "-m", str(tmp_path))
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:

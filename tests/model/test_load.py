@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.library_internals import attention_name
 from depthdecay.model import gguf_tokenizer, prompts
 from depthdecay.model import load as models
@@ -202,9 +202,10 @@ def test_own_code_needs_trust(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "auto_map": auto_map}))
     (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (tmp_path / "model.safetensors").touch()
-    message = refusal(tmp_path)
-    assert str(tmp_path) in message
-    assert "--trust-remote-code" in message
+    with pytest.raises(ArgumentError, match="set trust_remote_code") as caught:
+        models.load(str(tmp_path), device="cpu")
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.parameters == ("trust_remote_code",)
     assert not (tmp_path / "ran").exists()
 
 
@@ -213,19 +214,47 @@ def test_absent_gpu(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
     save_llama(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert device in refusal(tmp_path, device=device)
+    assert refusal(tmp_path, device=device).startswith(f"device is '{device}', but ")
+
+
+def test_absent_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert refusal(tmp_path, device="mps").startswith("device is 'mps', but ")
 
 
 @pytest.mark.parametrize("device", ["gpu", "tpu:0", "meta", "cuda:x", ""])
 def test_unknown_device(tmp_path: Path, device: str) -> None:
     save_llama(tmp_path)
-    assert f"'{device}'" in refusal(tmp_path, device=device)
+    assert refusal(tmp_path, device=device).startswith(f"device is '{device}'; expected cpu, ")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp64", "nn", ""])
 def test_unknown_dtype(tmp_path: Path, dtype: str) -> None:
     save_llama(tmp_path)
-    assert f"'{dtype}'" in refusal(tmp_path, dtype=dtype)
+    assert refusal(tmp_path, dtype=dtype).startswith(f"dtype is '{dtype}'; expected auto, ")
+
+
+def test_a_model_too_large_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    save_llama(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(
+        ArgumentError, match="does not fit into the memory of cpu; use a smaller model, dtype"
+    ) as caught:
+        models.load(str(tmp_path), device="cpu")
+    assert caught.value.parameters == ("dtype", "device")
+
+
+def test_a_loaded_model_takes_no_options(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    loaded = models.load(str(tmp_path), device="cpu")
+    assert models.as_loaded(loaded, device=None, progress=print) is loaded
+    with pytest.raises(ArgumentError, match="device and dtype cannot be changed") as caught:
+        models.as_loaded(loaded, device="cpu", dtype="bf16", progress=print)
+    assert caught.value.parameters == ("device", "dtype")
 
 
 def test_file_that_is_not_gguf(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,13 @@ def choose_device(device: str | None) -> torch.device:
     except RuntimeError:
         place = None
     if place is None or place.type not in ("cpu", "cuda", "mps"):
-        raise DepthDecayError(f"unknown device '{device}'; use cpu, cuda, cuda:N or mps")
+        raise ArgumentError(f"device is '{device}'; expected cpu, cuda, cuda:N or mps", "device")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if place.type == "cuda" and (place.index or 0) >= gpus:
         found = f"{gpus} CUDA GPU{'s are' if gpus != 1 else ' is'}" if gpus else "no CUDA GPU is"
-        raise DepthDecayError(
-            f"device '{device}' was requested, but {found} available here; use --device cpu or leave it out"
-        )
+        raise ArgumentError(f"device is '{device}', but {found} available here; use cpu, or leave it out", "device")
     if place.type == "mps" and not mps:
-        raise DepthDecayError(
-            f"device '{device}' was requested, but MPS is not available here; use --device cpu or leave it out"
-        )
+        raise ArgumentError(f"device is '{device}', but MPS is not available here; use cpu, or leave it out", "device")
     return place
 
 
@@ -50,7 +46,7 @@ def choose_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     number_type = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if number_type not in (torch.bfloat16, torch.float16, torch.float32):
-        raise DepthDecayError(f"unknown dtype '{dtype}'; use auto, bf16, fp16 or fp32")
+        raise ArgumentError(f"dtype is '{dtype}'; expected auto, bf16, fp16 or fp32", "dtype")
     return number_type
 
 

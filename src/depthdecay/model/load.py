@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from depthdecay.errors import DepthDecayError, UnsupportedModelError, one_line
+from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError, one_line
 from depthdecay.files import expanded, package_file
 from depthdecay.model import gguf_cache, gguf_convert
 from depthdecay.model.devices import choose_device, choose_dtype
@@ -64,8 +64,9 @@ def load(
                 network, tokenizer = _load_folder_or_hub(where, name, place, number_type, trust_remote_code, say)
                 origin = _origin(path, name, network)
         except torch.OutOfMemoryError as error:
-            raise DepthDecayError(
-                f"'{name}' does not fit into the memory of {place}; use a smaller model or dtype, or device cpu"
+            raise ArgumentError(
+                f"'{name}' does not fit into the memory of {place}; use a smaller model, dtype bf16 or device cpu",
+                *("dtype", "device"),
             ) from error
     return LoadedModel(network.eval(), tokenizer, name, source, origin)
 
@@ -76,7 +77,7 @@ def as_loaded(model: str | LoadedModel, **options: Any) -> LoadedModel:
         return load(model, **options)
     given = [name for name, value in options.items() if value is not None and name != "progress"]
     if given:
-        raise DepthDecayError(f"{' and '.join(given)} cannot be changed: the model is already loaded")
+        raise ArgumentError(f"{' and '.join(given)} cannot be changed: the model is already loaded", *given)
     return model
 
 
@@ -289,8 +290,9 @@ def _refuse_unless_causal(config: Any, name: str, trust_remote_code: bool) -> No
 def _explained(error: Exception, name: str, on_hub: bool) -> DepthDecayError:
     text = one_line(error)
     if "trust_remote_code" in str(error):
-        return DepthDecayError(
-            f"'{name}' ships its own code, which runs only if you trust it and pass --trust-remote-code"
+        return ArgumentError(
+            f"'{name}' ships its own code, which runs only if you trust it and set trust_remote_code",
+            "trust_remote_code",
         )
     if "does not recognize this architecture" in str(error):
         import transformers

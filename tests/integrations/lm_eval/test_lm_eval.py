@@ -270,7 +270,7 @@ def test_what_cannot_run_is_refused_in_one_line(executed: list[Namespace], data:
     assert "line 1 of" in refused("--data", str(data / "bad.jsonl"))
     assert "--data is for the tasks" in refused("--tasks", "gsm8k", "--data", str(data))
     assert "--alpha and --speedup were given together" in refused("--alpha", "0.9", "--speedup", "1.2")
-    assert "unknown device" in refused("--tasks", "gsm8k", "--device", "toaster")
+    assert "--device is 'toaster'" in refused("--tasks", "gsm8k", "--device", "toaster")
     assert executed == []
 
 
