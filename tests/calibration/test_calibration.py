@@ -22,6 +22,7 @@ from depthdecay.calibration.run import Calibration
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.stored_plans import drafter_of
+from depthdecay.speculative.expected_gain import MARGIN, Pace, TrackRecord
 
 
 def test_calibration_makes_a_plan_that_the_engine_runs(tmp_path: Path) -> None:
@@ -86,6 +87,11 @@ def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Pat
     assert best["acceptance"] == pytest.approx(Simulator(Drafts(run.select)).measure(made.plan, only).agreement)
     assert chosen["acceptance"] == pytest.approx(Simulator(Drafts(run.held_out)).measure(made.plan, only).agreement)
     assert expected(5, 1.0, 0.5).speedup > 1.0 > expected(5, 0.2, 0.5).speedup
+    assert chosen["pays"] is (chosen["speedup"] > MARGIN)
+    # As an engine would decide, once it knows as much.
+    for acceptance in (0.2, 0.55, 1.0):
+        record = TrackRecord(Pace().costs(0.5), prior=acceptance, depth=5)
+        assert record.pays is expected(5, record.acceptance, 0.5).pays
     made.save(tmp_path)
     plan = dd.Plan.load(tmp_path)
     engine = dd.Engine(model, plan=plan)

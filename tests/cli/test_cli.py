@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForMaskedLM
 from typer.testing import CliRunner
 
 from depthdecay import Plan
+from depthdecay.calibration.drafter import expected
 from depthdecay.cli import app
 from depthdecay.cli.bench_kinds import KINDS
 from depthdecay.cli.chat import Conversation
@@ -553,9 +555,24 @@ def test_a_plan_to_draft_with_is_calibrated_alone(tiny: str, prompts_file: str, 
     by_layers = ("--lossless", "--drafter", "layers")
     result = run("calibrate", "-m", tiny, "--prompts", prompts_file, "--out", folder, *SMALLEST, *by_layers)
     assert result.exit_code == 0, result.output
-    assert "of drafts accepted" in result.stdout
+    assert "draft accuracy on held-out text, at " in result.stdout
+    assert "KL" not in result.stdout  # nobody decodes with it
     exact = run("generate", "-m", tiny, "--plan", folder, "--mode", "lossless", "-n", "8", "--json", "hello")
     assert json.loads(exact.stdout)["plan"]["repairs"] == "repairs.safetensors"
+
+
+def test_drafts_by_layers_that_do_not_pay_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = replace(Plan.constant(LAYERS, 4), folder=tmp_path)
+    told = []
+    for gain in (expected(4, 0.9, 0.5), expected(4, 0.3, 0.5)):
+        drafting = {"drafting": {**asdict(gain), "pays": gain.pays}}
+        monkeypatch.setattr("depthdecay.calibration.calibrate.calibrate", lambda *_, **__: plan)
+        monkeypatch.setattr("depthdecay.calibration.calibrate.figures_of", lambda _, found=drafting: found)
+        told.append(" ".join(run("calibrate", "--lossless", "--out", str(tmp_path)).stdout.split()))
+    assert "held-out text, at 4 layers: 90.0% a draft costs 0.50 of a step; 1." in told[0]
+    assert " expected in lossless mode, with windows of " in told[0]
+    assert "prompt lookup" not in told[0]
+    assert "so drafts by layers do not pay: prompt lookup alone will run" in told[1]
 
 
 def test_lossless_is_benched_on_prompts(tiny: str, prompts_file: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from depthdecay.plan.ladder import Ladder
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.schedule import ConstantSchedule
 from depthdecay.speculative.drafter_choice import MOST_DEPTH
-from depthdecay.speculative.expected_gain import LONGEST, Pace
+from depthdecay.speculative.expected_gain import LONGEST, MARGIN, Pace
 from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
@@ -47,9 +47,14 @@ class Gain:
     window: int
     speedup: float
 
+    @property
+    def pays(self) -> bool:
+        """Whether an engine would draft with it, rather than leave that to prompt lookup."""
+        return self.speedup > MARGIN
+
 
 def expected(depth: int, acceptance: float, cost: float) -> Gain:
-    """The gain with the best window; a speed-up below 1 means that drafting does not pay off."""
+    """The gain with the best window, of one draft at least; a speed-up below 1 means that drafting is slower."""
     costs = Pace().costs(cost)
     window = max(costs.best(acceptance, LONGEST), 1)
     return Gain(depth, acceptance, cost, window, costs.rate(acceptance, window))
@@ -77,7 +82,7 @@ def make_drafter(run: Calibration) -> Calibrated:
     right = simulator.measure(_at(plan, kept[0].depth, kept[0].depth), repairs).agreement
     held_out = expected(kept[0].depth, right, kept[0].cost)
     run.say(f"drafts at {held_out.depth} layers: {held_out.acceptance:.1%} accepted on held-out text")
-    made.figures["drafting"] = asdict(held_out)
+    made.figures["drafting"] = {**asdict(held_out), "pays": held_out.pays}
     return made
 
 
