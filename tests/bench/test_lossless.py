@@ -14,7 +14,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 from typer.testing import CliRunner
 
 import depthdecay as dd
-from depthdecay.bench.lossless import benchmark_lossless, drafters, run_lossless_bench
+from depthdecay.bench.lossless import bench_engines, benchmark_lossless, drafters, run_lossless_bench
 from depthdecay.bench.lossless_report import LosslessReport, divergence
 from depthdecay.cli import app
 from depthdecay.errors import DepthDecayError
@@ -182,6 +182,34 @@ def test_sampled_answers_are_held_against_seeded_full_depth(tmp_path: Path) -> N
     assert all(row.answers_that_differ == 0 for row in report.lossless_rows)
 
 
+@pytest.mark.parametrize("quantize", [None, "none"])
+def test_the_embedded_model_runs_as_a_user_gets_it(quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(Exception):
+        pass
+
+    engines: list[dd.Engine] = []
+
+    def opened(*given: Any, **named: Any) -> Any:
+        engines.extend(bench_engines(*given, **named).values())
+        raise Opened
+
+    loaded = dd.load(device="cpu")
+    users = dd.Engine(loaded, quantize=quantize)
+    monkeypatch.setattr("depthdecay.bench.lossless.bench_engines", opened)
+    with pytest.raises(Opened):
+        benchmark_lossless(loaded, ["a question"], quantize=quantize)
+    assert len(engines) > 1
+    assert {engine.stack.layer_bytes() for engine in engines} == {users.stack.layer_bytes()}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_weights_may_be_quantized(tmp_path: Path, quantize: str | None) -> None:
+    loaded = dd.load(save_tiny_chat_model(tmp_path), device="cpu")
+    report = benchmark_lossless(loaded, ["what is 1?"], new_tokens=8, peers=[], quantize=quantize)
+    assert report.settings["quantize"] == quantize
+    assert all(row.answers_that_differ == 0 for row in report.lossless_rows)
+
+
 def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
     plan = dd.Plan.constant(LAYERS, 4)
     assert list(drafters(None)) == ["guessed layers"]
@@ -203,6 +231,7 @@ def test_drafters_are_a_guess_the_ladder_and_the_plan() -> None:
         ({"plan": "no-such-plan.json"}, "no plan at"),
         ({"compared": -1}, "compared is -1"),
         ({"new_tokens": 1}, "new_tokens is 1"),
+        ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"peers": ["beams"]}, "peers contains 'beams'"),
         ({"peers": ["generate"], "assistant": "x"}, "which peers generate leaves out"),
         ({"task": "chess"}, "prompts is a list"),

@@ -15,6 +15,7 @@ import torch
 from depthdecay.argument_checks import whole_number
 from depthdecay.bench.lossless_report import LosslessReport, LosslessRow, add_answer, divergence, finish_row
 from depthdecay.bench.lossless_ways import PEERS, Way, our_answer, transformers_answer
+from depthdecay.cpu.packed_weights import check_setting
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import DepthSettings, guess_is_meant
 from depthdecay.engine.request import PLAIN_GREEDY
@@ -23,6 +24,7 @@ from depthdecay.errors import ArgumentError, DepthDecayError, failure
 from depthdecay.model.load import as_loaded
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import token_ids
+from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
@@ -45,6 +47,7 @@ def benchmark_lossless(
     assistant: str | LoadedModel | None = None,
     temperature: float = 0.0,
     compile: bool = True,
+    quantize: str | None = None,
     result_file: str | os.PathLike[str] | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -60,7 +63,8 @@ def benchmark_lossless(
     `prompts` is a .jsonl or .txt file or a list, or with a `task` its file; the first `limit` are used. `peers` are
     some of generate, prompt-lookup, early-exit and assisted, which needs a smaller model as `assistant`; by default,
     all that apply. Peers are slower, so they run only the first `compared` prompts. With a `temperature` above 0,
-    answers are sampled with a seed, without the peers, which sample differently. `result_file` is updated regularly.
+    answers are sampled with a seed, without the peers, which sample differently. `quantize` is as in `dd.Engine`, which
+    runs the embedded model in its file's own 4 bits; the peers run the dtype. `result_file` is updated regularly.
     """
     whole_number("limit", limit, 1)
     if compared is not None:
@@ -71,6 +75,7 @@ def benchmark_lossless(
         raise ArgumentError(f"temperature is {temperature}; expected a number from 0 to 10", "temperature")
     if temperature > 0 and (peers or assistant is not None):
         raise ArgumentError("peers sample differently; with a temperature above 0, give none", "peers", "temperature")
+    check_setting(quantize)
     require_writable(result_file)
     asked = prompts_for(prompts, task)
     stored = DepthSettings.of(plan).stored()
@@ -92,6 +97,8 @@ def benchmark_lossless(
         temperature=temperature,
         assistant=helper,
         compile_layers=compile,
+        quantize=loaded.quantize_as_filed() if quantize is None else quantize,
+        origin=loaded.origin,
         compared=compared,
         progress=progress or (lambda message: None),
         save=lambda part: _save_in_between(result_file, part),
@@ -143,6 +150,8 @@ def run_lossless_bench(
     temperature: float = 0.0,
     sampling: Mapping[str, Any] | None = None,
     compile_layers: bool = True,
+    quantize: str | None = None,
+    origin: WeightsOrigin | None = None,
     compared: int | None = None,
     engines: dict[str, Engine] | None = None,
     lookups: Sequence[bool] = (False, True),
@@ -159,7 +168,7 @@ def run_lossless_bench(
     """
     _check_peers(peers)
     on_cuda = torch.device(model.device).type == "cuda"
-    engines = dict(engines or bench_engines(model, plans, compile_layers))
+    engines = dict(engines or bench_engines(model, plans, compile_layers, quantize=quantize, origin=origin))
     full = engines.pop("full")
     picked = dict(PLAIN_GREEDY)
     if temperature:
@@ -202,6 +211,7 @@ def run_lossless_bench(
             "temperature": temperature,
             **(sampling or {}),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "quantize": quantize,
             "device": torch.device(model.device).type,
             "plans": {label: None if plan is None else plan.describe() for label, plan in plans.items()},
         }
@@ -236,12 +246,20 @@ def run_lossless_bench(
     return report(len(prompts))
 
 
-def bench_engines(model: Any, plans: dict[str, Plan | None], compile_layers: bool = True) -> dict[str, Engine]:
+def bench_engines(
+    model: Any,
+    plans: dict[str, Plan | None],
+    compile_layers: bool = True,
+    *,
+    quantize: str | None = None,
+    origin: WeightsOrigin | None = None,
+) -> dict[str, Engine]:
     """One engine per drafter, by label, and one for full depth."""
     compile = compile_layers and torch.device(model.device).type == "cuda"
+    engine = partial(Engine, model, compile=compile, quantize=quantize, origin=origin)
     with guess_is_meant():
-        engines = {label: Engine(model, plan=plan, compile=compile) for label, plan in plans.items()}
-    return {**engines, "full": Engine(model, compile=compile)}
+        engines = {label: engine(plan=plan) for label, plan in plans.items()}
+    return {**engines, "full": engine()}
 
 
 def _attempted(row: LosslessRow, way: Way, ids: list[int]) -> tuple[list[int], float, Result | None] | None:

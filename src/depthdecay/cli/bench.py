@@ -215,6 +215,7 @@ def _bench_lossless(
             assistant=lossless.assistant,
             temperature=lossless.temperature,
             compile=measured.compile,
+            quantize=source.quantize,
             result_file=json_file,
             device=source.device,
             dtype=source.dtype,

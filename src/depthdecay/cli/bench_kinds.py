@@ -36,7 +36,7 @@ LOSSLESS = Kind(
     "lossless mode",
     "--mode lossless and --prompts",
     frozenset({"mode", "model", "dtype", "plan", "prompts", "task", "limit", "compared", "peers", "assistant"})
-    | {"temperature", "new_tokens", "compile"},
+    | {"temperature", "new_tokens", "compile", "quantize"},
 )
 PASSES = Kind(
     "a shape's passes",
