@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrations import SMALL, token_prompts
+from calibrations import SMALL, random_texts, token_prompts
 from tiny_models import LAYERS, tiny_model
 
 import depthdecay as dd
+from depthdecay.calibration import kept_answers, recording
 from depthdecay.calibration.continuations import continue_prompts, split_prompts, variety
 from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.run import Calibration
 from depthdecay.calibration.summary import layer_influence
+from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.errors import DepthDecayError
+from depthdecay.model.layers import LayerStack
 
 
 def test_continuations_keep_the_order_of_the_prompts() -> None:
@@ -184,7 +187,61 @@ def test_few_prompts_are_still_split() -> None:
     assert len(made.held_out) == 5
 
 
-def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) -> None:
+def test_a_recording_that_is_cut_short_has_texts_of_all_lengths() -> None:
+    stack = LayerStack.of(tiny_model("llama"))
+    texts = random_texts(40, 12)
+    asked: list[int] = []
+    whole = Recording.of(stack, texts, rows=4)
+    told: list[int] = []
+    some = Recording.of(
+        stack,
+        texts,
+        rows=4,
+        progress=lambda done, total: told.append(done),
+        enough=lambda: asked.append(1) or len(asked) == 3,
+    )
+    assert told == [4, 8, 12]
+    places = [
+        place
+        for place, batch in enumerate(whole.batches)
+        if any(torch.equal(batch.inputs, found.inputs) for found in some.batches)
+    ]
+    assert len(places) == len(some.batches) == 3
+    assert places[-1] - places[0] >= 5
+    first = [batch.inputs[0].tolist() for batch in whole.batches]
+    assert [batch.inputs[0].tolist() for batch in some.batches] == [first[place] for place in places]
+
+
+def test_answers_and_recordings_leave_time_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def taking(seconds: float, done: Any) -> Any:
+        def slowly(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return done(*given, **named)
+
+        return slowly
+
+    monkeypatch.setattr(kept_answers, "continue_prompts", taking(8, kept_answers.continue_prompts))
+    monkeypatch.setattr(recording, "record", taking(4, recording.record))
+    said: list[str] = []
+    own = ["".join(chr(97 + digit) for digit in prompt) for prompt in np.random.default_rng(1).integers(0, 26, (60, 9))]
+    minute = replace(SMALL, rows=4)
+    run = Calibration(tiny_model(), Letters(), own, tmp_path, minute, time_budget=TimeBudget(1), say=said.append)
+    assert "there is time for 16 of 52 prompts" in said  # a third part would end 6 s after its time, not 2 s before
+    assert now[0] - 1000 == 2 * 8 + 4 * (len(run.select.batches) + len(run.held_out.batches) + len(run.fit.batches))
+    assert run.elsewhere is None
+    assert 0 < run.fit.prompts < len(run.fit_texts)
+    assert now[0] - 1000 < 0.45 * 60 + 4
+    run.make(Goal(speedup=1.2))
+    now[0] = 1000.0
+    ample = Calibration(tiny_model(), Letters(), own, tmp_path / "ample", minute, time_budget=TimeBudget(100))
+    assert ample.elsewhere is not None
+    assert ample.fit.prompts == len(ample.fit_texts)
+
+
+def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = tiny_model(), []
     hurried = replace(SMALL, whole_minutes=1e-9, lowest_share=0.2)
     with pytest.warns(UserWarning, match=r"the smallest calibration takes about \d+ s, but only 0 s were given"):
@@ -198,8 +255,22 @@ def test_short_of_time_some_prompts_of_each_kind_are_answered(tmp_path: Path) ->
     assert plan.repairs
     fitted = [line for line in said if line.startswith("fitting maps for drafts")]
     assert len(run.found.order) == LAYERS - 2
-    assert len(fitted) == 4 * len(hurried.maps)  # the first depth, which is timed, and three below it
+    assert len(fitted) == 3  # for maps of one size, and none to see how long they take
+    tried: list[dict[str, Any]] = run.make(Goal(speedup=1.2)).figures["tried"]
+    assert len(tried) == 1  # the first shape that reaches the speed-up, with the first size
+    said.clear()
+    run.forget_traces()
+    run._fastest_guess(Goal(max_kl=0.5))
+    maps_fitted = [line for line in said if line.startswith("fitting maps at")]
+    assert maps_fitted == [f"fitting maps at constant depth {LAYERS - 1}"]
+    said.clear()
+    monkeypatch.setattr(Calibration, "_fastest_guess", lambda run, goal: 1.2)
+    with pytest.raises(DepthDecayError, match="no plan for this model"):
+        run.make(Goal(max_kl=1e-9))
+    assert said.count("measuring on held-out text") == 5  # of 1.2x to 1.0125x, each with half the gain
+    monkeypatch.setattr(Simulator, "measure", lambda *_: pytest.fail("measured for a chart"))
     assert layer_influence(run) == []
+    monkeypatch.undo()
     said.clear()
     again = Calibration(model, None, token_prompts(), tmp_path, hurried, say=said.append)
     assert "resuming with the texts of an interrupted run" in said

@@ -23,6 +23,8 @@ def test_the_rest_of_the_time_decides_how_much_is_done(clock: list[float]) -> No
     assert budget.affordable(10, 7.5, by=0.5) == 4
     clock[0] += 45
     assert budget.left_of(0.5) == 0
+    assert budget.is_over(by=0.5)
+    assert not budget.is_over()
     assert budget.affordable(10, 7.5) == 2
     clock[0] += 1000
     assert budget.affordable(10, 7.5) == 1  # at least one, to have a result
@@ -42,6 +44,7 @@ def test_without_a_bound_all_is_done(clock: list[float]) -> None:
     budget = TimeBudget(None)
     clock[0] += 1e9
     assert not budget.is_bounded
+    assert not budget.is_over()
     assert budget.affordable(10, 7.5) == 10
 
 

@@ -68,6 +68,8 @@ def make_drafter(run: Calibration) -> Calibrated:
     tried: dict[FitSettings, list[Gain]] = {}
     maps: dict[FitSettings, Repairs] = {}
     for size in run.settings.maps[:2]:
+        if tried and run.time.is_over(MAPS_SHARE):
+            break
         maps[size], tried[size] = _by_depth(run, size)
     size = max(tried, key=lambda size: max(found.speedup for found in tried[size]))
     kept = sorted(tried[size], key=lambda found: found.speedup, reverse=True)[:DEPTHS]
@@ -113,20 +115,24 @@ def _as_drafts(recording: Recording) -> Recording:
 
 
 def _maps(run: Calibration, fit: Recording, size: FitSettings) -> Repairs:
-    """Maps for every depth of the ladder; if time is short, for as many as there is time for, but at least a few."""
+    """Maps for every depth of the ladder; if time is short, for as many as there is time for, but at least a few.
+
+    The first depth, which is too deep for drafts, shows how long each takes; without any time left, it is skipped.
+    """
     run.forget_traces()
     trace, at_depth = Trace(fit), {}
-    left, order = time_left(), run.found.order
-    started, done, step = time.monotonic(), 0, 1
+    left, order, layers = time_left(), run.found.order, run.stack.num_layers
+    started, done = time.monotonic(), 0
+    step = -(-len(order) // _LEAST_DEPTHS) if run.time.is_over(MAPS_SHARE) else 1
     while done < len(order):
         trace = trace.without(order[done : done + step], size)
         done = len(trace.dropped)
-        depth = run.stack.num_layers - done
+        depth = layers - done
         at_depth[depth] = trace.repairs
         run.say(f"fitting maps for drafts at {depth} layers{left(done, len(order))}")
         rest = len(order) - done
         each = (time.monotonic() - started) / len(at_depth)
-        fewest = max(1, 1 + _LEAST_DEPTHS - len(at_depth))
+        fewest = max(1, _LEAST_DEPTHS - sum(depth < layers - 1 for depth in at_depth))
         step = -(-rest // max(fewest, run.time.affordable(rest, each, by=MAPS_SHARE)))
     return Repairs(at_depth)
 

@@ -22,24 +22,21 @@ def block_influence(recording: Recording) -> list[float]:
 
 
 @torch.no_grad()
-def unrepaired_share(recording: Recording, settings: FitSettings) -> list[float]:
-    """The part of each layer's output, relative to the hidden state, that a repair map would not recover.
+def unrepaired_share(recording: Recording, layer: int, settings: FitSettings) -> float:
+    """The part of a layer's output, relative to the hidden state, that a repair map would not recover.
 
     Block influence measures how much a layer does; with repair, what matters is how much of that no map can do.
     """
-    shares = []
-    for layer in range(recording.stack.num_layers):
-        example = recording.batches[0].states[layer]
-        moments = Moments(example.shape[-1], example.device)
-        energy = 0.0
-        for batch in recording.batches:
-            before, behind = batch.states[layer][batch.valid], batch.states[layer + 1][batch.valid]
-            moments.add(before, behind)
-            energy += float(behind.float().pow(2).sum())
-        repair = moments.solve(layer, layer + 1, settings).to(example.device, torch.float32)
-        left = 0.0
-        for batch in recording.batches:
-            before, behind = batch.states[layer][batch.valid].float(), batch.states[layer + 1][batch.valid].float()
-            left += float((repair(before) - behind).pow(2).sum())
-        shares.append(left / max(energy, 1e-30))
-    return shares
+    example = recording.batches[0].states[layer]
+    moments = Moments(example.shape[-1], example.device)
+    energy = 0.0
+    for batch in recording.batches:
+        before, behind = batch.states[layer][batch.valid], batch.states[layer + 1][batch.valid]
+        moments.add(before, behind)
+        energy += float(behind.float().pow(2).sum())
+    repair = moments.solve(layer, layer + 1, settings).to(example.device, torch.float32)
+    left = 0.0
+    for batch in recording.batches:
+        before, behind = batch.states[layer][batch.valid].float(), batch.states[layer + 1][batch.valid].float()
+        left += float((repair(before) - behind).pow(2).sum())
+    return left / max(energy, 1e-30)

@@ -16,7 +16,13 @@ from depthdecay.calibration.continuations import Continuation, Split, continue_p
 from depthdecay.calibration.own_questions import Say, own_prompts
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.settings import CalibrationSettings
-from depthdecay.calibration.time_budget import ANSWERS_SHARE, QUESTIONS_SHARE, TimeBudget, counted
+from depthdecay.calibration.time_budget import (
+    ANSWERS_SHARE,
+    QUESTIONS_SHARE,
+    RECORDING_SHARE,
+    TimeBudget,
+    counted,
+)
 from depthdecay.calibration.work_folder import WorkFolder
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
@@ -74,13 +80,17 @@ class RecordedTexts:
         fit = self._fitted(len(own))
         seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
-        self.fit_texts = [*own[:fit], *again, *more]
         self.held_out_texts = held_out
-        started = time.monotonic()
-        self.fit = self._record(self.fit_texts, "recording calibration texts")
-        self.fit_seconds = time.monotonic() - started
+        self.fit_texts = [*own[:fit], *again, *more]
         self.select = self._record(own[fit:], "recording validation texts")
         self.held_out = self._record(held_out, "recording held-out texts")
+        started = time.monotonic()
+        self.fit = self._record(
+            self.fit_texts, "recording calibration texts", enough=lambda: self.time.is_over(RECORDING_SHARE)
+        )
+        self.fit_seconds = time.monotonic() - started
+        if self.time.is_over(RECORDING_SHARE):  # nothing is promised about other kinds
+            elsewhere = []
         self.elsewhere = self._record(elsewhere, "recording other held-out texts") if elsewhere else None
 
     def _own_prompts(self, tokenizer: Any, folder: Path) -> list[list[int]]:
@@ -182,7 +192,8 @@ class RecordedTexts:
                 self._warn_of_least(self.time.used + _REST_OF_THE_LEAST * (self.time.used - before))
             for index, text in zip(chosen, texts, strict=True):
                 found[index] = text.tokens
-            if self.time.left_of(ANSWERS_SHARE) == 0 and start + 1 < rounds:
+            took = self.time.used - before
+            if self.time.left_of(ANSWERS_SHARE) <= took / 2 and start + 1 < rounds:
                 answered = sum(tokens is not None for tokens in found)
                 self.say(f"there is time for {answered} of {len(prompts)} prompts")
                 break
@@ -218,8 +229,11 @@ class RecordedTexts:
         repeated = prompts * (len(kept) // len(prompts))
         return [Continuation(tuple(p), tuple(t)) for p, t in zip(repeated, kept, strict=True)]
 
-    def _record(self, texts: Sequence[Continuation], title: str) -> Recording:
-        return Recording.of(self.stack, texts, rows=self.settings.rows, progress=self._told(title))
+    def _record(
+        self, texts: Sequence[Continuation], title: str, enough: Callable[[], bool] = lambda: False
+    ) -> Recording:
+        rows, told = self.settings.rows, self._told(title)
+        return Recording.of(self.stack, texts, rows=rows, progress=told, enough=enough)
 
     def _told(self, title: str) -> Callable[[int, int], None]:
         return counted(self.say, title)

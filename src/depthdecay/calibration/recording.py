@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -46,17 +47,24 @@ class Recording:
         *,
         rows: int = 32,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        enough: Callable[[], bool] = lambda: False,
     ) -> Recording:
+        """`enough`: asked after each batch, whether the others are left out."""
         texts = [text for text in texts if len(text.tokens) > 1]  # a text of one token has no decode step
         if not texts:
             raise DepthDecayError("the model ends every answer at its first token; there is nothing to calibrate on")
         columns = max(len(text.tokens) for text in texts) - 1
         ordered = sorted(texts, key=lambda text: (len(text.prompt), text.prompt))  # little padding
-        batches = []
-        for start in range(0, len(ordered), rows):
-            batches.append(record(stack, ordered[start : start + rows], columns))
-            progress(min(start + rows, len(ordered)), len(ordered))
-        return cls(stack, batches, columns)
+        starts = range(0, len(ordered), rows)
+        batches: dict[int, RecordedBatch] = {}
+        done = 0
+        for start in Random(0).sample(starts, len(starts)):  # so that a few batches have texts of all lengths
+            batches[start] = record(stack, ordered[start : start + rows], columns)
+            done += batches[start].inputs.shape[0]
+            progress(done, len(ordered))
+            if enough():
+                break
+        return cls(stack, [batches[start] for start in starts if start in batches], columns)
 
     @property
     def tokens(self) -> int:

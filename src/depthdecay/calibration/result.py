@@ -113,8 +113,8 @@ def _choices_of(learned: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _elsewhere(run: Calibration, plan: Plan, repairs: Repairs) -> dict[str, Any] | None:
-    """The plan's figures on other kinds of text than the user's, about which nothing is promised."""
-    if run.elsewhere is None:
+    """The plan's figures on other kinds of text than the user's, about which nothing is promised; if there is time."""
+    if run.elsewhere is None or run.time.is_over():
         return None
     simulator = Simulator(run.elsewhere)
     measured, plain = simulator.measure(plan, repairs), simulator.measure(plan)

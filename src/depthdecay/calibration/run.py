@@ -24,7 +24,7 @@ from depthdecay.calibration.result import Calibrated, with_figures
 from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.size_and_shape import Shape, choose, choose_shape
-from depthdecay.calibration.time_budget import SEARCH_SHARE, TimeBudget, time_left
+from depthdecay.calibration.time_budget import MAPS_SHARE, SEARCH_SHARE, TimeBudget, time_left
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
@@ -63,7 +63,7 @@ class Calibration:
         self.fit_texts, self.held_out_texts = texts.fit_texts, texts.held_out_texts
         self.influence = block_influence(self.select)
         self.time = texts.time
-        self.found = self._search()
+        self.found = self._search(texts.fit_seconds)
         self.fit = self._fit_in_time(texts.fit_seconds)
         self.ladder_plan = self._ladder_plan()
         self._traces: dict[FitSettings, tuple[Trace, dict[int, tuple[Repair, ...]]]] = {}
@@ -72,9 +72,12 @@ class Calibration:
         self.plans_left = 1  # still to be made, including the next one: they share the time
         self.own_texts: list[Continuation] | None = None  # further texts to train maps on, once written
 
-    def _search(self) -> Found:
+    def _search(self, fit_seconds: float) -> Found:
         settings, layers = self.settings, self.stack.num_layers
+        guess = self._first_guess()
         few = max(1, -(-settings.search_prompts // settings.rows))
+        # At least one layer is tried, which is a pass over all of them.
+        few = self.time.affordable(few, fit_seconds / len(self.fit.batches), by=SEARCH_SHARE)
         batches = self.fit.batches[:: max(1, len(self.fit.batches) // few)][:few]
         recording = Recording(self.stack, batches + self.select.batches, max(self.fit.columns, self.select.columns))
         left = time_left(lambda: self.time.left_of(SEARCH_SHARE))
@@ -84,7 +87,6 @@ class Calibration:
 
         # Cut short half-way: from then on, one trial per step.
         seconds = self.time.left_of(SEARCH_SHARE) / 2 if self.time.is_bounded else 60 * settings.minutes
-        self.say("looking for layers to drop …")
         kept = self.work.read("search")
         search = Search(
             recording,
@@ -101,8 +103,17 @@ class Calibration:
             progress=told,
             save=lambda beam: self.work.write("search", [found.to_dict() for found in beam]),
         )
-        promise = unrepaired_share(self.select, settings.maps[0])
-        return search.run(promise, [Found.from_dict(values) for values in kept or ()])
+        return search.run(guess, [Found.from_dict(values) for values in kept or ()])
+
+    def _first_guess(self) -> list[float]:
+        """How cheap each layer looks: by what a map would not recover or, if that takes too long, by its influence."""
+        self.say("looking for layers to drop …")
+        layers, size = self.stack.num_layers, self.settings.maps[0]
+        started = time.monotonic()
+        shares = [unrepaired_share(self.select, 0, size)]
+        if self.time.affordable(layers, time.monotonic() - started, by=SEARCH_SHARE) < layers:
+            return self.influence
+        return shares + [unrepaired_share(self.select, layer, size) for layer in range(1, layers)]
 
     def _fit_in_time(self, seconds: float) -> Recording:
         """The texts to fit on; fewer, of all lengths, if fitting maps for every depth would take too long."""
@@ -168,11 +179,13 @@ class Calibration:
     def repaired(self, speedup: float, settings: FitSettings, shape: Shape) -> tuple[Plan, Repairs]:
         """A plan for a speed-up with its maps: fitted at constant depth, then again on the positions at each depth.
 
-        Two depths below the plan's lowest have maps too, so that it can be re-scheduled; there its ladder ends.
+        Two depths below the plan's lowest have maps too, if there is time, so that it can be re-scheduled; there its
+        ladder ends.
         """
         plan = self.plan_at(speedup, settings, shape)
         visited = reached_depths(plan)
-        lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - 2)
+        spare = 0 if self.time.is_over() else 2
+        lowest = max(plan.ladder.min_layers, min(visited, default=plan.num_layers) - spare)
         constant = self.constant_maps(settings, lowest)
         self.say(f"fitting maps for {speedup:g}x, rank {settings.rank} and {settings.neurons} neurons per layer")
         fitted = fit_plan(self.fit, plan, replace(settings, ridge=10 * settings.ridge), constant)
@@ -195,7 +208,7 @@ class Calibration:
             if made.figures["promise"]["bound"] <= goal.budget:
                 return made
             nearest = made
-            speedup = 1 + (speedup - 1) * 0.85
+            speedup = 1 + (speedup - 1) * (_STEP_IN_HASTE if self.time.is_over() else _STEP)
             shape, more = choose_shape(self, speedup, settings)
             tried += more
         words = "no plan was found"
@@ -213,24 +226,30 @@ class Calibration:
         """A speed-up to start from: bisection on validation texts, with maps of the first size at constant depth."""
         assert goal.budget is not None
         settings = self.size or self.settings.maps[0]
-        maps = self.constant_maps(settings, self.least_layers)
-        low, high = 1.0, self.fastest(settings)
+        layers = self.stack.num_layers
+        started = time.monotonic()
+        self.constant_maps(settings, layers - 1)
+        each = time.monotonic() - started
+        # As far down the ladder as there is time to fit maps: what is not measured cannot keep a budget.
+        floor = layers - self.time.affordable(layers - self.least_layers, each, by=MAPS_SHARE)
+        maps = self.constant_maps(settings, floor)
+        low, high = 1.0, self.fastest(settings, floor)
         simulator = Simulator(self.select)
         for _ in range(7):
             middle = (low + high) / 2
-            plan = self.plan_at(middle, settings, Shape(self.least_layers))
+            plan = self.plan_at(middle, settings, Shape(floor))
             loss = goal.loss(simulator.measure(plan, maps.only(set(reached_depths(plan)))))
             self.say(f"at {middle:.3f}x the loss is {loss:.4f}")
             low, high = (middle, high) if loss <= goal.budget else (low, middle)
         return max(low, _LEAST_SPEEDUP)
 
-    def fastest(self, settings: FitSettings) -> float:
-        """A speed-up just below the most that the ladder can reach."""
+    def fastest(self, settings: FitSettings, floor: int) -> float:
+        """A speed-up just below the most that the ladder can reach down to a depth."""
         low, high = 1.0, 1 / self.settings.lowest_share
         for _ in range(12):
             middle = (low + high) / 2
             try:
-                self.plan_at(middle, settings, Shape(self.least_layers))
+                self.plan_at(middle, settings, Shape(floor))
                 low = middle
             except DepthDecayError:
                 high = middle
@@ -248,6 +267,8 @@ class Calibration:
 
 
 _LEAST_SPEEDUP = 1.01
+# What is left of the gain at the next try, if a plan misses its budget; once the time is up, fewer tries are made.
+_STEP, _STEP_IN_HASTE = 0.85, 0.5
 # The time for one depth of the ladder, in passes over the texts to fit on: maps at constant depth, then those of a plan
 # or of drafts, each with half of the layers to run and its own sums.
 _PASSES_A_RUNG = 3

@@ -48,13 +48,15 @@ def choose_shape(run: Calibration, speedup: float, settings: FitSettings) -> tup
         worse = worse + 1 if losses[floor] >= best and math.isfinite(best) else 0
         if worse == 2:  # from here on, only more layers are dropped
             break
+        if run.time.is_over() and math.isfinite(losses[floor]):
+            break
     best = min(losses.values(), default=math.inf)
     if not math.isfinite(best):
         run.plan_at(speedup, settings, Shape(run.least_layers))  # raises the reason
     # Longer answers continue at the floor, where nothing was measured: among equals, take the highest.
     floor = max(floor for floor, kl in losses.items() if kl <= _AS_GOOD * best)
     best, shape = losses[floor], Shape(floor)
-    for warmup in run.settings.warmups:
+    for warmup in () if run.time.is_over() else run.settings.warmups:
         kl = attempt(replace(shape, warmup=warmup))
         if kl < best:
             best, shape = kl, replace(shape, warmup=warmup)
@@ -71,6 +73,9 @@ def choose(run: Calibration, speedup: float) -> tuple[FitSettings, Shape, list[d
         return run.size, shape, tried
     first = run.settings.maps[0]
     shape, tried = choose_shape(run, speedup, first)
+    if run.time.is_over():
+        run.size = first
+        return first, shape, tried
     best: dict[FitSettings, float] = {}
 
     def attempt(settings: FitSettings) -> None:
@@ -90,8 +95,10 @@ def choose(run: Calibration, speedup: float) -> tuple[FitSettings, Shape, list[d
         run.say(f"  KL {kl:.5f} with rank {settings.rank}, {settings.neurons} neurons, ridge {settings.ridge:g}")
 
     for settings in run.settings.maps:
+        if best and run.time.is_over():
+            break
         attempt(settings)
-    for ridge in run.settings.ridges:
+    for ridge in () if run.time.is_over() else run.settings.ridges:
         attempt(replace(min(best, key=lambda size: best[size]), ridge=ridge))
     run.size = min(best, key=lambda size: best[size])
     if run.size != first:

@@ -52,6 +52,8 @@ def layer_influence(run: Calibration) -> list[float]:
     """
     kept: list[float] | None = run.work.read("influence")
     if kept is None:
+        if run.time.is_over():
+            return []
         layers = run.stack.num_layers
         simulator = Simulator(run.select)
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
-# The share of the time by which self-generated questions, the full model's answers, the search and a drafter's maps
-# should be done; the rest is for measurements.
-QUESTIONS_SHARE, ANSWERS_SHARE, SEARCH_SHARE, MAPS_SHARE = 0.15, 0.3, 0.6, 0.9
+# The share of the time by which self-generated questions, the full model's answers, their recording, the search and a
+# drafter's maps should be done; the rest is for measurements.
+QUESTIONS_SHARE, ANSWERS_SHARE, RECORDING_SHARE, SEARCH_SHARE, MAPS_SHARE = 0.15, 0.3, 0.45, 0.6, 0.9
 
 
 class TimeBudget:
@@ -30,6 +30,10 @@ class TimeBudget:
     def left_of(self, share: float = 1.0) -> float:
         """Seconds until this share of the time is used up; never below 0."""
         return max(0.0, share * self.seconds - self.used)
+
+    def is_over(self, by: float = 1.0) -> bool:
+        """Whether this share of the time is used up, so that only what a plan cannot do without is still done."""
+        return self.left_of(by) == 0
 
     def part(self, share: float) -> TimeBudget:
         """A budget with this share of the time left, starting now."""
