@@ -146,7 +146,8 @@ def main() -> None:
     found = Plan.load(arguments.plan)
     plan = drafter_of(found) or found
     best = dict([list(drafters(plan).items())[-1]])
-    engines, digest = bench_engines(loaded.model, best), digest_of(plan)
+    given = {"quantize": loaded.quantize_as_filed(), "origin": loaded.origin}
+    engines, digest = bench_engines(loaded.model, best, **given), digest_of(plan)
     kept, reports = kept_reports(arguments.json, loaded.shown_name), dict[str, Any]()
     for texts, asked in zip(sets, prompts, strict=True):
         told = texts.told(lookup=arguments.lookup, plan=plan.describe(), plan_digest=digest)
@@ -170,6 +171,7 @@ def main() -> None:
             temperature=texts.temperature,
             sampling=texts.sampling,
             compared=0,
+            **given,
             engines=engines,
             lookups=LOOKUPS[arguments.lookup],
             save=save,

@@ -347,6 +347,9 @@ def texts(date: str = "2026-11-16", differ: int = 0) -> dict[str, Any]:
 def test_the_readme_shows_the_newest_lossless_run_with_its_differences(folder: Path) -> None:
     add(folder, "old.json", texts("2026-11-15", differ=3))
     add(folder, "new.json", texts())
+    few = texts("2026-12-01", differ=5)
+    del few["lossless_texts"]["chat"]
+    add(folder, "few.json", few)  # newer, but not on all kinds of text
     assert run(folder) == 0
     (cell,) = cells(folder, start="| GSM8K")
     assert cell == ["GSM8K (school maths)", "661", "1266", "**1.91x**", "0 of 40"]
