@@ -81,6 +81,14 @@ def test_the_same_seed_gives_the_same_head_also_in_two_goes(
         assert torch.equal(tensor, halves.head.state_dict()[name]), name
 
 
+def test_heads_are_not_compared_where_that_would_take_the_time_to_train_one(model: Any, texts: list[Any]) -> None:
+    settings = DrafterSettings(epochs=1, drafts=2, rows=8, longest=48, first_layers=(0, 1))
+    drafter = DrafterLesson(LayerStack.of(model), texts[:32], settings, seconds=200).learn()
+    assert drafter.figures["tried"] == []
+    assert drafter.head.shape.first_layers == 0
+    assert drafter.portable is drafter.head
+
+
 def test_no_time_leaves_the_closed_form(model: Any, texts: list[Any]) -> None:
     settings = DrafterSettings(epochs=4, drafts=2, rows=8, longest=48, first_layers=(0,))
     drafter = DrafterLesson(LayerStack.of(model), texts, settings, seconds=0.0).learn()
