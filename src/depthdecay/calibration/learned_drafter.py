@@ -40,9 +40,8 @@ LEAST_TEXTS = 16
 _LEAST_LAYERS = 8  # of a model, for heads that other engines load: they use the states of fixed layers
 _SHARE_OF_MEMORY = 0.5
 _SHORT_STEPS = 0.08  # share of the steps for comparing heads
-_TIME_TO_COMPARE = (
-    240.0  # seconds left; of 65 seconds, comparing took 24, and the head that was kept was short of steps
-)
+# Seconds left, for comparing heads at all: of 65, comparing took 24, and the head that was kept was short of steps.
+_TIME_TO_COMPARE = 240.0
 # On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12

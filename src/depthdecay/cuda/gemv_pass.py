@@ -114,7 +114,9 @@ class GemvPass(_GraphPass):
                 *(__file__, gate_pattern.__file__, gemv.__file__, gated_product.__file__, expert_products.__file__),
                 *(waiting.__file__, internals.__file__),
             ),
-            extra=f"{self.overlap} {self.rows} {gated_product.TILES} {waiting.LONGEST_ROW}",
+            # Constants that step_profile.py varies, and that decide shapes in the graph or the form of kernels.
+            extra=f"{self.overlap} {self.rows} {gated_product.TILES} {waiting.LONGEST_ROW} "
+            f"{gemv.MOST_PARTS} {gemv.MOST_SHARED_PARTS}",
         )
 
 
