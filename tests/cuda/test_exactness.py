@@ -129,6 +129,9 @@ class Watched(CompiledLayers):
         self.asked.add((rows, args[0].shape[1]))
         return type(stack.layers[index]).forward(stack.layers[index], *args, **kwargs)
 
+    def carrying_layer(self, stack: LayerStack, index: int, carried: Any, args: Any, kwargs: Any) -> Any:
+        return self.layer(stack, index, "few", args, kwargs)
+
     def function(self, plain: Any, dynamic: bool | None = None, rows: str = "one") -> Any:
         return plain
 

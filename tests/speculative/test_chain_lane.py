@@ -96,8 +96,12 @@ def test_compiled_layers_that_say_something_else_are_given_up(
         output = stack.layers[index].__class__.forward(stack.layers[index], *args, **kwargs)
         return output if kind != rows else output + index
 
+    def carrying(self: CompiledLayers, stack: Any, index: int, carried: Any, args: Any, kwargs: Any) -> Any:
+        return self.layer(stack, index, "few", args, kwargs)
+
     replay_captures(monkeypatch)
     monkeypatch.setattr(CompiledLayers, "layer", layer)
+    monkeypatch.setattr(CompiledLayers, "carrying_layer", carrying)
     monkeypatch.setattr(CompiledLayers, "function", lambda self, plain, dynamic=None, rows="one": plain)
     engine = perfect_engine()
     expected = token_ids(engine, "full", PROMPTS[:1], 30, eos_token_id=None)

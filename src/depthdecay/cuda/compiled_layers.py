@@ -15,6 +15,8 @@ from torch.nn import functional
 from depthdecay.cuda.exactness import Exactness
 from depthdecay.cuda.experts import experts_apart
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
+from depthdecay.cuda.kernels.gemv import tiling
+from depthdecay.cuda.last_sum import Carried, added, in_addends
 from depthdecay.library_internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
 from depthdecay.model.kv_cache import OneLayer
@@ -26,6 +28,8 @@ from depthdecay.patches import patched, replaced_each
 # with our own batch-invariant kernels ("any"). "few" and "any" are compiled once, with a dynamic number of rows (a size
 # of 1 torch always specializes), and a row's result depends neither on the other rows nor on their number.
 Rows = Literal["one", "few", "many", "any"]
+Kind = tuple[type, int | None, Rows]  # a layer's class and window
+CARRYING: Rows = "few"  # how layers are compiled that leave their last sum to the next one
 
 
 def inductor_options(rows: Rows = "one") -> dict[str, Any]:
@@ -54,9 +58,11 @@ def is_exact(rows: Rows) -> bool:
 class CompiledLayers:
     """One torch.compile per kind of layer, and per function around the layers."""
 
-    kinds: dict[tuple[type, int | None, Rows], Any] = field(default_factory=dict)
+    kinds: dict[Kind, Any] = field(default_factory=dict)
+    in_addends: dict[Kind, Any] = field(default_factory=dict)  # None: found not to end in a sum that can be left out
     functions: dict[Any, Any] = field(default_factory=dict)
     exactness: Exactness = field(default_factory=Exactness)
+    zeros: dict[Any, torch.Tensor] = field(default_factory=dict)  # the first layer's second addend, by its shape
 
     def layer(self, stack: LayerStack, index: int, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer. Meanwhile all layers must have one index, and the cache passed in must be this layer's own."""
@@ -67,6 +73,40 @@ class CompiledLayers:
         if is_exact(rows):
             free_rows((args, kwargs), rows)
         return self.kinds[kind](layer, *args, **kwargs)
+
+    def carrying_layer(
+        self, stack: LayerStack, index: int, carried: Carried, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The same for layers in sequence, each of which leaves its last sum to the next one if it is of that form."""
+        layer, mlp, rows = stack.layers[index], stack.gated_mlp(index), CARRYING
+        kind = (type(layer), stack.windows[index], rows)
+        hidden, *others = args
+        if mlp is None or len(hidden) > 1 or self.in_addends.get(kind, ...) is None:
+            return self.layer(stack, index, rows, (carried.whole(hidden), *others), kwargs)
+        parts, left = tiling([mlp.down]).parts, carried.take(hidden)
+        given = hidden, self._zeros((parts, *hidden.shape[1:]), hidden.device) if left is None else left
+        is_first = kind not in self.in_addends
+        if is_first:
+            plain = in_addends(type(layer).forward, parts)
+            self.in_addends[kind] = torch.compile(plain, options=inductor_options(rows))
+        free_rows((given, others, kwargs), rows)
+        output = self.in_addends[kind](layer, *given, *others, **kwargs)
+        if is_first and (output is None or not output[1].any()):
+            # Nothing is left out. Run it as other layers of its kind will; it writes the same keys and values again.
+            self.in_addends[kind] = None
+            return self.layer(stack, index, rows, (added(*given), *others), kwargs)
+        return carried.leave(*output)
+
+    def _zeros(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Zeros that graphs may keep reading; made in the warm-up before a capture."""
+        if (shape, device) not in self.zeros:
+            self.zeros[shape, device] = torch.zeros(shape, device=device)
+        return self.zeros[shape, device]
+
+    def _added(self, rest: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        free_rows((rest, left), CARRYING)
+        total: torch.Tensor = self.function(added, rows=CARRYING)(rest, left)
+        return total
 
     def function(
         self, plain: Callable[..., Any], dynamic: bool | None = None, rows: Rows = "one"
@@ -82,6 +122,10 @@ class CompiledLayers:
         compiled = self.function(repaired_at_once, dynamic=False)
         return lambda hidden: compiled(hidden, *repair.parts_at_once)
 
+    def _repair(self, repair: Any, carried: Carried) -> Any:
+        repaired = self.repair(repair)
+        return lambda hidden: repaired(carried.whole(hidden))
+
     @contextlib.contextmanager
     def routed(
         self, stack: LayerStack, layer_pass: LayerPass, cache: Any, own: list[Any], rows: Rows
@@ -91,15 +135,21 @@ class CompiledLayers:
         `own`: the cache that each layer gets instead of the whole one; with one shared index it would use layer 0's.
         """
 
+        carried = Carried(self._added)
+
         def run_layer(index: int, _layer: Any, _forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args, kwargs = one_cache(args, kwargs, cache, own[index])
-            return self.layer(stack, index, rows, args, kwargs)
+            if rows != CARRYING or not args:
+                return self.layer(stack, index, rows, args, kwargs)
+            output = self.carrying_layer(stack, index, carried, args, kwargs)
+            is_last = all(later in layer_pass.dropped for later in range(index + 1, stack.num_layers))
+            return carried.whole(output) if is_last or index in layer_pass.asked else output
 
         plain = layer_pass.repairs
         experts = experts_apart(stack) if is_exact(rows) else contextlib.nullcontext()
         with one_index(stack), waiting_first(), experts, self.beside(stack, rows):
             layer_pass.run_layer = run_layer
-            layer_pass.repairs = {index: self.repair(repair) for index, repair in plain.items()}
+            layer_pass.repairs = {index: self._repair(repair, carried) for index, repair in plain.items()}
             try:
                 yield
             finally:

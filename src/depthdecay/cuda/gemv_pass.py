@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from depthdecay import library_internals as internals
-from depthdecay.cuda import gate_pattern
+from depthdecay.cuda import gate_pattern, last_sum
 from depthdecay.cuda.gate_pattern import VIEWS, gated_by
 from depthdecay.cuda.kernels import dependent_launch as waiting
 from depthdecay.cuda.kernels import expert_products, gated_product, gemv
@@ -43,6 +43,8 @@ class GemvPass(_GraphPass):
                 continue
             for start in range(0, len(products), gemv.MOST_MATRICES):
                 self._replace(graph, products[start : start + gemv.MOST_MATRICES])
+        last_sum.give_addends(graph)
+        _multiply_outer(graph)
         graph.eliminate_dead_code()
 
     def _is_skinny(self, product: fx.Node) -> bool:
@@ -112,12 +114,23 @@ class GemvPass(_GraphPass):
             # All files that shape the generated code: product kernels and their tilings, and where kernels wait.
             (
                 *(__file__, gate_pattern.__file__, gemv.__file__, gated_product.__file__, expert_products.__file__),
-                *(waiting.__file__, internals.__file__),
+                *(last_sum.__file__, waiting.__file__, internals.__file__),
             ),
             # Constants that step_profile.py varies, and that decide shapes in the graph or the form of kernels.
             extra=f"{self.overlap} {self.rows} {gated_product.TILES} {waiting.LONGEST_ROW} "
             f"{gemv.MOST_PARTS} {gemv.MOST_SHARED_PARTS}",
         )
+
+
+def _multiply_outer(graph: fx.Graph) -> None:
+    """Products over a single column, as rotary embedding multiplies frequencies by positions, without cuBLAS.
+
+    Each element is one multiplication, so the bits are the same, and it becomes part of a neighbouring kernel.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
+        columns = node.args[0].meta["val"].shape[2]
+        if not isinstance(columns, torch.SymInt) and columns == 1:
+            node.target = torch.ops.aten.mul.Tensor
 
 
 def _vector_of(node: fx.Node) -> fx.Node:
