@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 from benchmark_scripts import BENCHMARKS, script
+from replays import replay_captures
+
+from depthdecay import Engine
+from depthdecay.speculative.chain_lane import Chain
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def measured(name: str, *words: str) -> dict[str, Any]:
-        file = tmp_path / f"{name}.json"
+    def measured(name: str, *words: str, **replaced: Any) -> dict[str, Any]:
+        file, module = tmp_path / f"{name}.json", script(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--device", "cpu", "--json", str(file)])
-        script(name).main()
+        for attribute, value in replaced.items():
+            monkeypatch.setattr(module, attribute, value)
+        module.main()
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -48,6 +54,23 @@ def test_what_exact_batches_cost(run: Any) -> None:
     with pytest.warns(UserWarning, match="compile"):
         found = run("exact_batches", *words, "--ways", "plain", "--dtype", "fp32")
     assert [line["rows"] for line in found["lines"]] == [1, 3]
+
+
+@pytest.mark.slow
+def test_sampled_windows_beside_greedy_ones(cache: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_captures(monkeypatch)
+    monkeypatch.setattr(Chain, "_time", lambda self, captured: 0.001)
+
+    def with_graphs(*given: Any, **settings: Any) -> Engine:
+        engine = Engine(*given, fast=False, compile=False, **settings)
+        engine.uses_graphs = True
+        return engine
+
+    plan = BENCHMARKS.parent / "src" / "depthdecay" / "data" / "smollm2-135m"
+    words = ["--model", "smollm2-135m", "--plan", str(plan), "--widths", "2,4", "--rounds", "1"]
+    rows = run("sampled_windows", *words, Engine=with_graphs)["sampled_windows"]
+    assert [row["drafts"] for row in rows] == [1, 3] * 4
+    assert all(row["greedy_ms"] == row["sampled_ms"] == row["drafts"] + 1 for row in rows)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, driver
 
 from depthdecay.bench.model_shapes import SHAPES
 from depthdecay.cuda.decode_attention import spans_of
-from depthdecay.cuda.kernels import expert_products, gated_product, gemv
+from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv
 from depthdecay.cuda.kernels import paged_attention as over_blocks
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged
@@ -115,8 +115,16 @@ def experts(compiled: Compiled, dtype: torch.dtype) -> None:
         expert_products.multiply_by_experts(x, chosen, weights, each, True)
 
 
+def draws(compiled: Compiled) -> None:
+    for count in (64, 128, 256):
+        compiled.about = f"{count} candidates"
+        values, places = torch.empty(2, count), torch.empty(2, count, dtype=torch.long)
+        candidate_pick.launched(values, places, places, places[:, 0], 20, 0.8, 0.0, True)
+
+
 def main() -> None:
     compiled = Compiled()
+    draws(compiled)
     for dtype in DTYPES:
         for shape in ("qwen2.5-1.5b", "llama-2-7b"):
             sizes = SHAPES[shape]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton_interpreter  # noqa: F401
 
-from depthdecay.cuda.kernels import expert_products, gated_product, gemv
+from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
@@ -46,6 +46,16 @@ def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) ->
         assert torch.equal(some, expected[:, pairs]), (dtype, experts, choices, each, first, count)
 
 
+def check_picks(count: int, top_k: int, top_p: float, min_p: float) -> None:
+    """Every row of the kernel draws what the plain form draws; ties are frequent."""
+    values = (2 * torch.randn(40, count)).bfloat16().float().sort(descending=True).values
+    places = torch.stack([torch.randperm(5000)[:count] for _ in range(40)])
+    keys = torch.randint(2**32, (40,))
+    for is_cut in (False, True):
+        given = values, places, places + 7, keys, top_k, top_p, min_p, is_cut
+        assert torch.equal(candidate_pick.launched(*given), candidate_pick.pick_candidate(*given)), given[4:]
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.float32):  # the interpreter does not support bfloat16
@@ -54,6 +64,13 @@ if __name__ == "__main__":
         for experts, choices in ((4, 2), (6, 3)):
             for each in (False, True):
                 check_experts(dtype, experts, choices, each)
+    for count, top_k, top_p, min_p in (
+        (64, 20, 0.8, 0.0),
+        (128, 50, 1.0, 0.1),
+        (97, 90, 0.95, 0.01),
+        (64, 1, 0.5, 0.0),
+    ):
+        check_picks(count, top_k, top_p, min_p)
     check_gated(132 * 32, 128)
     check_gated(216 * 64, 64)
     print("alike")

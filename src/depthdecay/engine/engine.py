@@ -291,12 +291,12 @@ class Engine:
         criteria = request.stopping_criteria
         if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
             return said.likeliest, None
-        tokens, scores = sampler.pick(said.logits, index)
+        tokens = sampler.pick(said.logits, index)
         if sampler.processors or criteria:
             sampler.record(tokens, index)
         if not criteria:
             return tokens, None
-        stopped: torch.Tensor = criteria(sampler.text(index + 1), scores)
+        stopped: torch.Tensor = criteria(sampler.text(index + 1), sampler.scores(said.logits, index))
         return tokens, stopped
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ token's index, a draft, its verification and plain decoding draw the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from depthdecay.cpu.threads import one_torch_thread
+from depthdecay.engine.candidates import Cut, are_on_gpu
 from depthdecay.library_internals import logits_processors
 
 _FEW_SCORES = 2**20  # that one thread picks from
@@ -50,14 +52,13 @@ def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.T
 def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Standard Gumbel noise, a row per key: argmax(logits + noise) is a draw from softmax(logits).
 
-    `tokens`: the tokens that the noise is for, if not the whole vocabulary.
+    `tokens`: the tokens that the noise is for, of all rows or of each, if not the whole vocabulary.
 
     A counter-based hash instead of a generator: it is stateless, gives the same numbers on every device, and the noise
     of one row does not depend on the other rows.
     """
     lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) if tokens is None else tokens
-    lanes = lanes * 0x85EBCA77
-    bits = _mix(_mix(lanes.unsqueeze(0) + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
+    bits = _mix(_mix(lanes * 0x85EBCA77 + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform))
 
@@ -160,21 +161,33 @@ class Sampler:
         """Plain argmax, which a captured graph does by itself."""
         return not self.is_sampling and not self.processors
 
-    def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens T_index of all rows, and the processed scores that they were picked from.
+    @functools.cached_property
+    def cut(self) -> Cut | None:
+        """How the likeliest tokens are cut off before a draw, if that is all that matters."""
+        return Cut.of(self.processors) if self.is_sampling else None
+
+    def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> torch.Tensor:
+        """The tokens T_index of all rows.
 
         `ahead`: for a single row, tokens between those on record and T_index, such as drafts.
         """
         with few_threads(logits):
-            scores = logits.to(torch.float32)
-            if self.processors:
-                text = self.text(index - len(ahead))
-                if ahead:
-                    text = torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1)
-                scores = processed(self.processors, text, scores)
+            if self.cut is not None and are_on_gpu(logits):
+                scores = in_turn(self.cut.before, self._text(index, ahead), logits.to(torch.float32))
+                return self.cut.pick(scores, self.noise_keys(index))
+            scores = self.scores(logits, index, ahead)
             if self.keys is None:
-                return likeliest(scores), scores
-            return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1), scores
+                return likeliest(scores)
+            return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1)
+
+    def scores(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> torch.Tensor:
+        """The processed scores of T_index."""
+        scores = logits.to(torch.float32)
+        return processed(self.processors, self._text(index, ahead), scores) if self.processors else scores
+
+    def _text(self, index: int, ahead: Sequence[int]) -> torch.Tensor:
+        text = self.text(index - len(ahead))
+        return torch.cat([text, torch.tensor([list(ahead)], device=text.device)], dim=1) if ahead else text
 
     def noise_keys(self, index: int) -> torch.Tensor:
         """The noise keys of all rows at T_index; positions after the last token are sampled and discarded."""
@@ -230,13 +243,21 @@ def processed(
     if alone:
         scores, text = scores.repeat(2, 1), text.repeat(2, 1)
         has = None if has is None else has.repeat(2, 1)
+    scores = in_turn(processors, text, scores, has)
+    return scores[:1] if alone else scores
+
+
+def in_turn(
+    processors: Sequence[Any], text: torch.Tensor, scores: torch.Tensor, has: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same without that care, for processors that change each score by itself."""
     for processor in processors:
         if has is not None and hasattr(processor, "penalty"):
             penalty = processor.penalty
             scores = torch.where(has, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         else:
             scores = processor(text, scores)
-    return scores[:1] if alone else scores
+    return scores
 
 
 def pick_tokens(
@@ -260,7 +281,7 @@ def pick_tokens(
     for rows in groups.values():
         own, first = rows_of(logits, rows), rows[0]
         if len(rows) == 1 and (together is None or alike(samplers[first]) is None):
-            tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first])[0])
+            tokens.append(samplers[first].pick(own, indices[first], () if ahead is None else ahead[first]))
         else:
             tokens.append(_picked([samplers[row] for row in rows], [indices[row] for row in rows], own, together))
     order = [row for rows in groups.values() for row in rows]
@@ -274,13 +295,18 @@ def _picked(
     samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
 ) -> torch.Tensor:
     with few_threads(logits):
-        scores = logits.to(torch.float32)
-        if samplers[0].processors:
-            scores = _processed_alike(samplers[0], scores, together)
-        if not samplers[0].is_sampling:
+        scores, first = logits.to(torch.float32), samplers[0]
+        cut = first.cut if are_on_gpu(logits) else None
+        if cut is not None:
+            scores = in_turn(cut.before, first.history[:0], scores)
+        elif first.processors:
+            scores = _processed_alike(first, scores, together)
+        if not first.is_sampling:
             return likeliest(scores)
-        keys = [sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)]
-        return (scores + gumbel_noise(torch.cat(keys), scores.shape[-1])).argmax(dim=-1)
+        keys = torch.cat([sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)])
+        if cut is not None:
+            return cut.pick(scores, keys)
+        return (scores + gumbel_noise(keys, scores.shape[-1])).argmax(dim=-1)
 
 
 def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from depthdecay.engine.sampling import Sampler, gumbel_noise, processed, settings_alike
+from depthdecay.engine.candidates import are_on_gpu
+from depthdecay.engine.sampling import Sampler, gumbel_noise, in_turn, processed, settings_alike
 
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 
@@ -113,7 +114,10 @@ class ChainPick:
         self, logits: torch.Tensor, has: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
     ) -> torch.Tensor:
         assert self.sampler is not None
-        scores = processed(self.sampler.processors, self.sampler.history[:0], logits.float(), has)
+        cut, nothing = self.sampler.cut, self.sampler.history[:0]
+        if cut is not None and are_on_gpu(logits):
+            return cut.pick(in_turn(cut.before, nothing, logits.float(), has), self.keys[positions], rows)
+        scores = processed(self.sampler.processors, nothing, logits.float(), has)
         if self.sampler.keys is None:
             return scores.argmax(-1)
         return (scores + gumbel_noise(self.keys[positions], scores.shape[-1], rows)).argmax(-1)
