@@ -364,3 +364,26 @@ def test_nothing_is_compiled_outside_the_place_where_kernels_wait(monkeypatch: p
     engine.generate(PROMPTS[:1], max_new_tokens=4)
     assert inside
     assert all(inside)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_over_one_column_are_multiplications(rows: int) -> None:
+    """As rotary embedding multiplies frequencies by positions; with one row inductor makes `mm` of it on a GPU."""
+    seen: list[str] = []
+
+    def watched(graph: torch.fx.Graph) -> None:
+        multiply_outer(graph)
+        seen.extend(str(node.target) for node in graph.nodes)
+
+    multiply_outer = gemv_pass._multiply_outer
+    column, positions = torch.randn(1, 64, 1), torch.arange(rows, dtype=torch.float32)
+
+    def products(column: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (column @ positions[None, None]).cos(), (column[0] @ positions[None]).sin()
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as monkeypatch, torch._inductor.config.patch(force_disable_caches=True):
+        monkeypatch.setattr(gemv_pass, "_multiply_outer", watched)
+        found = torch.compile(products, options=inductor_options("few"))(column, positions)
+    torch.testing.assert_close(found, products(column, positions), atol=1e-6, rtol=0)
+    assert not any("mm" in name for name in seen)

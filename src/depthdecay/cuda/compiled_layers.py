@@ -42,9 +42,11 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     options = {"post_grad_custom_pre_pass": kernels, "triton.enable_pdl": overlap}
     if overlap:
         # Small kernels that do not depend on each other (rotary embedding of queries and keys, writing to the cache)
-        # become one: 1.50 to 1.44 ms a step of a 1.5B model. With realize_reads_threshold=16, so that each would sum
-        # the parts of the product before it for itself, a step took 0.8% longer.
-        options |= {"combo_kernels": True}
+        # become one: 1.50 to 1.44 ms a step of a 1.5B model. inductor would store a rotated key before it is written to
+        # the cache, as it reads more and computes more than these numbers allow (realize_*); that is a kernel more.
+        # With realize_reads_threshold=16 as well, so that each would sum the parts of more products, a step took 0.8%
+        # longer.
+        options |= {"combo_kernels": True, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 100}
     # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few.
     return options | {"split_reductions": False} if is_exact(rows) else options
 

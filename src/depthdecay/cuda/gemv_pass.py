@@ -127,10 +127,11 @@ def _multiply_outer(graph: fx.Graph) -> None:
 
     Each element is one multiplication, so the bits are the same, and it becomes part of a neighbouring kernel.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
-        columns = node.args[0].meta["val"].shape[2]
-        if not isinstance(columns, torch.SymInt) and columns == 1:
-            node.target = torch.ops.aten.mul.Tensor
+    for target in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            columns = node.args[0].meta["val"].shape[-1]
+            if not isinstance(columns, torch.SymInt) and columns == 1:
+                node.target = torch.ops.aten.mul.Tensor
 
 
 def _vector_of(node: fx.Node) -> fx.Node:
