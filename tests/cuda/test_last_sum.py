@@ -96,6 +96,26 @@ def test_states_and_repaired_layers_get_whole_sums(monkeypatch: pytest.MonkeyPat
     assert all(passes.graphs.compiled.in_addends.values())
 
 
+def test_asking_for_states_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that is stored is rounded; one that stays in the next kernel must be too. Learned heads ask for states."""
+    stack = LayerStack.of(tiny_model(**SHAPE).bfloat16())
+    monkeypatch.setattr(exactness, "why_inexact", lambda stack: None)
+    plan = dd.Plan.full(LAYERS)
+    torch._dynamo.reset()
+    passes = PassGraphs(stack, plan, Repairs(), CompiledLayers(), batch=1, rooms=[128] * LAYERS)
+    passes.run([Part(0, 0, PROMPTS[0], LAYERS, plan)])
+    ids, positions = torch.tensor([[3, 9]]), torch.arange(2) + len(PROMPTS[0])
+
+    def said(states: tuple[int, ...]) -> torch.Tensor:
+        passes.go_to(LAYERS)
+        with torch.no_grad(), passes._decoding_layout(128), passes._compiled("few"):
+            return passes.several(ids, positions, 128, Ask(states=states))
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        expected = said(())
+        assert all(torch.equal(said(states), expected) for states in ((0,), (1, 2), (0, 1, 2, 3)))
+
+
 def test_a_state_that_was_changed_between_layers_is_refused() -> None:
     carried = Carried(added)
     rest, left = torch.ones(1, 2, 8), torch.ones(3, 2, 8)

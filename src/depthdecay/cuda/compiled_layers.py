@@ -47,8 +47,11 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
         # With realize_reads_threshold=16 as well, so that each would sum the parts of more products, a step took 0.8%
         # longer.
         options |= {"combo_kernels": True, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 100}
-    # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few.
-    return options | {"split_reductions": False} if is_exact(rows) else options
+    if is_exact(rows):
+        # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few. Within
+        # a kernel it goes on in 32 bits where the model rounds to 16; then a state would depend on whether it is stored.
+        options |= {"split_reductions": False, "emulate_precision_casts": True}
+    return options
 
 
 def is_exact(rows: Rows) -> bool:
