@@ -27,10 +27,14 @@ def test_a_step_feeds_its_choices_back_and_goes_on() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
     kept, tokens = torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.long)
     position, position_ids = torch.tensor([4]), torch.tensor([[4], [2]])
-    take_step(logits, kept, tokens, position, position_ids)
+    latest, turn = torch.full((3, 2), 9), torch.tensor([1])
+    take_step(logits, kept, tokens, position, position_ids, latest, turn)
     assert torch.equal(kept, logits)
     assert tokens.tolist() == [[1], [0]]
     assert (position.tolist(), position_ids.tolist()) == ([5], [[5], [3]])
+    assert (latest.tolist(), turn.tolist()) == ([[9, 9], [1, 0], [9, 9]], [2])
+    take_step(logits.flip(0), kept, tokens, position, position_ids, latest, turn)
+    assert (latest.tolist(), turn.tolist()) == ([[9, 9], [1, 0], [0, 1]], [0])
 
 
 def test_it_can_be_compiled_as_one_graph() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import ORDERS, plan_with
+from late_host import lag_behind
 from reference import decoder_layers, reference_tokens
 from replays import replay_captures
 from tiny_models import LAYERS, PROMPTS, tiny_model
@@ -25,10 +26,13 @@ from depthdecay.cuda.compiled_layers import CompiledLayers, free_rows, inductor_
 from depthdecay.cuda.kernels import dependent_launch as overlap
 from depthdecay.cuda.kernels import gated_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.cuda.pass_graphs import PassGraphs
+from depthdecay.engine.mailbox import Mailbox
 from depthdecay.engine.request import prepare_request
-from depthdecay.errors import DepthDecayError
+from depthdecay.errors import DepthDecayError, NotCapturable
 from depthdecay.model.kv_cache import bucket_for
 from depthdecay.model.repairs import Repair
+from depthdecay.runners.contract import SLOTS
 
 
 def graph_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan, compile: bool = False) -> dd.Engine:
@@ -118,6 +122,82 @@ def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatc
     expected = dd.Engine(model, plan=plan).generate(PROMPTS, **settings)
     results = graph_engine(monkeypatch, model, plan).generate(PROMPTS, **settings)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tokens that the mailbox copied itself, while the host lags and passes are captured in mid-text."""
+    copies: list[torch.Tensor] = []
+    plain = Mailbox._copied
+    monkeypatch.setattr(Mailbox, "_copied", lambda self, *given: (copies.append(given[0]), plain(self, *given))[1])
+    monkeypatch.setattr("depthdecay.model.kv_cache.BUCKET", 4)
+    lag_behind(monkeypatch)
+    return copies
+
+
+def turns_agree(engine: dd.Engine) -> bool:
+    passes = engine._steps.last
+    return passes is not None and passes.turn.tolist() == [passes._turn]
+
+
+@pytest.mark.parametrize("count", [1, len(PROMPTS)])
+def test_steps_copy_their_tokens_to_a_host_that_lags(
+    count: int, copied: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    for new_tokens in (4 * SLOTS + 3, 2 * SLOTS + 1):  # the second request finds the graphs of the first
+        results = engine.generate(PROMPTS[:count], new_tokens, eos_token_id=None)
+        expected = [reference_tokens(model, plan, prompt, new_tokens)[0] for prompt in PROMPTS[:count]]
+        assert [r.token_ids for r in results] == expected
+        assert turns_agree(engine)
+    assert len(copied) == 2  # the prompts' own tokens
+
+
+def test_greedy_and_sampled_requests_share_graphs(copied: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine, eager = graph_engine(monkeypatch, model, plan), dd.Engine(model, plan=plan)
+    sampled: dict[str, Any] = {"temperature": 1.2, "seed": 5}
+    watched: dict[str, Any] = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}
+    kept = None
+    for settings, copies in (({}, 1), (sampled, 20), ({}, 1), (watched, 20), ({}, 1)):
+        expected = eager.generate(PROMPTS, 20, eos_token_id=None, **settings)
+        copied.clear()
+        results = engine.generate(PROMPTS, 20, eos_token_id=None, **settings)
+        assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+        assert len(copied) == copies
+        kept = kept or engine._steps.last
+        assert engine._steps.last is kept
+
+
+def test_eager_steps_between_replays_take_no_turn(copied: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    graph, calls = PassGraphs.graph, itertools.count()
+
+    def at_times(self: PassGraphs, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) % 5 > 2:
+            raise NotCapturable("not this time")
+        return graph(self, *args, **kwargs)
+
+    monkeypatch.setattr(PassGraphs, "graph", at_times)
+    results = engine.generate(PROMPTS, 26, eos_token_id=None)
+    assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 26)[0] for prompt in PROMPTS]
+    assert len(copied) == 1 + 2 * 5
+    assert turns_agree(engine)
+
+
+def test_a_capture_that_fails_in_mid_text_loses_no_token(
+    copied: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = tiny_model(), plan_with(None)
+    engine = graph_engine(monkeypatch, model, plan)
+    replay_captures(monkeypatch, allowed=itertools.chain([True] * 3, itertools.repeat(False)))
+    with pytest.warns(UserWarning, match="cannot run as CUDA graphs"):
+        results = engine.generate(PROMPTS, 26, eos_token_id=None)
+    assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 26)[0] for prompt in PROMPTS]
+    assert 1 < len(copied) < 26
+    assert turns_agree(engine)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2"])  # three names for the cache argument

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from decoding import ORDERS, generate, plan_with, tokens
+from late_host import lag_behind
 from reference import reference_tokens
 from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import depthdecay as dd
-from depthdecay.engine.mailbox import LAG_STEPS, Mailbox
 from depthdecay.errors import DepthDecayError, PlanMismatchError
+from depthdecay.runners.contract import LAG_STEPS
 from depthdecay.runners.kv_blocks import BLOCK
 
 
@@ -152,12 +152,7 @@ def test_rows_end_where_a_criterion_says_however_late_the_host_learns_it(monkeyp
         return [(result.token_ids, result.finish_reason, sum(result.depths)) for result in results]
 
     at_once, steps = answered(), len(asked)
-    collect = Mailbox.collect
-
-    def late(mailbox: Mailbox, everything: bool = False) -> Iterator[Any]:
-        return collect(mailbox) if everything or len(mailbox._underway) > LAG_STEPS else iter(())
-
-    monkeypatch.setattr(Mailbox, "collect", late)
+    lag_behind(monkeypatch)
     assert answered() == at_once
     assert [len(tokens) for tokens, _, _ in at_once] == [2 + row for row in range(len(PROMPTS))]
     assert {reason for _, reason, _ in at_once} == {"stop"}

@@ -26,9 +26,17 @@ def take_step(
     tokens: torch.Tensor,
     position: torch.Tensor,
     position_ids: torch.Tensor,
+    latest: torch.Tensor,
+    turn: torch.Tensor,
 ) -> None:
-    """Keep a step's logits (batch, vocabulary), feed back its greedy choices, and go to the next position."""
+    """Keep a step's logits (batch, vocabulary), feed back its greedy choices, and go to the next position.
+
+    `latest`: a ring buffer (slots, batch) of the last steps' choices; `turn` is this step's slot.
+    """
     kept.copy_(logits)
-    tokens.copy_(likeliest(logits).unsqueeze(-1))
+    chosen = likeliest(logits)
+    tokens.copy_(chosen.unsqueeze(-1))
+    latest.index_copy_(0, turn, chosen.unsqueeze(0))
+    turn.copy_((turn + 1) % latest.shape[0])
     position += 1
     position_ids += 1

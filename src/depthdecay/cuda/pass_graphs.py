@@ -26,7 +26,7 @@ from depthdecay.model.kv_cache import OneLayer, PlannedCache, Prompt, bucket_for
 from depthdecay.model.layers import LayerPass, LayerStack, primary_device
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
-from depthdecay.runners.contract import PLAIN, Ask, Part, Said
+from depthdecay.runners.contract import PLAIN, SLOTS, Ask, Part, Said
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,15 @@ class PassGraphs:
         self.padding = torch.ones((batch, self.room), dtype=torch.bool, device=device)
         self.first = torch.zeros(batch, dtype=torch.long, device=device)  # column of each text's first token
         self.logits: torch.Tensor | None = None
-        self.changing = [self.position, self.tokens, self.position_ids]  # state that passes advance in place
+        # A ring buffer of the last steps' greedy tokens. Its copy to the host is part of the graphs: launched apart, it
+        # would take microseconds between two of them. Each step copies all slots, which changes none but its own.
+        self.latest = torch.zeros((SLOTS, batch), dtype=torch.long, device=device)
+        self.latest_host = torch.zeros((SLOTS, batch), dtype=torch.long, pin_memory=device.type == "cuda")
+        self.arriving = self.latest_host.unbind()
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)  # the next step's slot
+        self._turn = 0  # the same on the host
+        # State that passes advance in place. Of the ring, a warm-up writes the next step's slot only, which is free.
+        self.changing = [self.position, self.tokens, self.position_ids, self.turn]
 
     @property
     def cache_bytes(self) -> int:
@@ -130,6 +138,11 @@ class PassGraphs:
         self.cache.on_device(None)
         self.position.fill_(prompt.length)
         self.position_ids.copy_(prompt.position_ids[:, -1:] + 1)
+        self.turn.zero_()
+        self._turn = 0
+        # The allocator of pinned memory does not see the copies in graphs. This one tells it that the stream writes
+        # here, so if these graphs are freed, it waits with reusing the memory until steps past a text's end have ended.
+        self.latest_host.copy_(self.latest, non_blocking=True)
         # Steps always get a mask, even without padding: some models otherwise read a length from the device.
         self.padding.fill_(True)
         self.first.zero_()
@@ -150,8 +163,10 @@ class PassGraphs:
             return self._eagerly(parts, ask, self.tokens, padding, self.position_ids - 1)
         captured.graph.replay()
         self.cache.clock.filled += 1
+        arriving = self.arriving[self._turn]
+        self._turn = (self._turn + 1) % SLOTS
         assert self.logits is not None
-        return self._said(parts, ask, self.logits, captured.layer_pass, self.likeliest)
+        return self._said(parts, ask, self.logits, captured.layer_pass, self.likeliest, arriving)
 
     def _said(
         self,
@@ -160,12 +175,13 @@ class PassGraphs:
         logits: torch.Tensor,
         layer_pass: LayerPass,
         likeliest: torch.Tensor | None = None,
+        arriving: torch.Tensor | None = None,
     ) -> Said:
         tokens = sum(len(part.tokens) for part in parts)
         counts = [0] * self.stack.num_layers
         for layer in layer_pass.executed:
             counts[layer] += tokens
-        return Said.of_forward(parts, ask, logits, layer_pass, counts, likeliest)
+        return Said.of_forward(parts, ask, logits, layer_pass, counts, likeliest, arriving)
 
     def _eagerly(
         self, parts: Sequence[Part], ask: Ask, ids: torch.Tensor, mask: Any, position_ids: torch.Tensor
@@ -191,7 +207,9 @@ class PassGraphs:
         if self.logits is None:
             self.logits = torch.empty_like(logits)
         # Greedy decoding feeds itself; a sampler overwrites the token before the next replay.
-        self.as_few_kernels(take_step)(logits, self.logits, self.tokens, self.position, self.position_ids)
+        advancing = (self.tokens, self.position, self.position_ids, self.latest, self.turn)
+        self.as_few_kernels(take_step)(logits, self.logits, *advancing)
+        self.latest_host.copy_(self.latest, non_blocking=True)
         return logits
 
     def several(self, ids: torch.Tensor, positions: torch.Tensor, bucket: int, ask: Ask = PLAIN) -> torch.Tensor:

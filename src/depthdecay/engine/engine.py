@@ -253,7 +253,7 @@ class Engine:
                 with torch.no_grad():
                     said = runner.run(_parts(request.prompts, plan, index), Ask(fed=tokens))
                     tokens, stopped = self._pick(said, sampler, request, index)
-                    mailbox.post(tokens, stopped)
+                    mailbox.post(tokens, stopped, said.arriving if tokens is said.likeliest else None)
                 sent.append(said.layers_executed)
                 if index == 0:
                     mailbox.wait()

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-# How many steps the host may start before it has seen a token. Each step past the end of a text is wasted work;
-# with too few, the device may run idle while the host detokenizes.
-LAG_STEPS = 4
+from depthdecay.runners.contract import LAG_STEPS, SLOTS
 
 
 class Mailbox:
@@ -19,24 +17,40 @@ class Mailbox:
         self.is_cuda = device.type == "cuda"
         self.collected = 0
         self._underway: deque[tuple[torch.Tensor, torch.Tensor | None, torch.cuda.Event | None]] = deque()
-        shape = (LAG_STEPS + 2, 2, batch)
+        shape = (SLOTS, 2, batch)
         self._slots = torch.zeros(shape, dtype=torch.long, pin_memory=True) if self.is_cuda else None
         self._posted = 0
 
-    def post(self, tokens: torch.Tensor, stopped: torch.Tensor | None = None) -> None:
-        """Start copying a step's tokens, one per row, and whether each row ends there, if stopping criteria say so."""
+    def post(
+        self, tokens: torch.Tensor, stopped: torch.Tensor | None = None, arriving: torch.Tensor | None = None
+    ) -> None:
+        """Start copying a step's tokens, one per row, and whether each row ends there, if stopping criteria say so.
+
+        `arriving`: host memory that the pass itself copies these tokens to, so that nothing is left to copy here.
+        """
+        if arriving is None:
+            arriving, stopped = self._copied(tokens, stopped)
+        else:
+            assert stopped is None  # with criteria, the sampler picks
+        self._underway.append((arriving, stopped, self._now()))
+
+    def _copied(self, tokens: torch.Tensor, stopped: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._slots is None:
-            copies = (None if given is None else given.to("cpu", copy=True) for given in (tokens, stopped))
-            self._underway.append((*copies, None))  # type: ignore[arg-type]
-            return
-        slot, flags = self._slots[self._posted % len(self._slots)]
+            return tokens.to("cpu", copy=True), None if stopped is None else stopped.to("cpu", copy=True)
+        slot, flags = self._slots[self._posted % SLOTS]
+        self._posted += 1
         slot.copy_(tokens, non_blocking=True)
-        if stopped is not None:
-            flags.copy_(stopped.long(), non_blocking=True)
+        if stopped is None:
+            return slot, None
+        flags.copy_(stopped.long(), non_blocking=True)
+        return slot, flags
+
+    def _now(self) -> torch.cuda.Event | None:
+        if not self.is_cuda:
+            return None
         event = torch.cuda.Event()
         event.record()
-        self._underway.append((slot, None if stopped is None else flags, event))
-        self._posted += 1
+        return event
 
     def wait(self) -> None:
         """Wait until everything posted has arrived."""

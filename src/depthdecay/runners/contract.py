@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from depthdecay.speculative.short_head import ShortHead
 
 FED = (0,)  # placeholder for a part's one token if it is only on the device
+# How many steps the host may start before it has seen a token. Each step past the end of a text is wasted work;
+# with too few, the device may run idle while the host detokenizes.
+LAG_STEPS = 4
+# Room for tokens on their way to the host: those of LAG_STEPS steps, of the next one, which starts before the host
+# collects the first, and one to spare. So a slot is collected before it is overwritten.
+SLOTS = LAG_STEPS + 2
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Said:
     tokens_run: Sequence[int]  # per layer, how many tokens ran it: counted where they run, never estimated
     ids: torch.Tensor | None = None  # the tokens that the logits cover, if not the whole vocabulary
     likeliest: torch.Tensor | None = None  # the greedy choices, if the pass itself made and fed them
+    # Host memory that has them once the pass has ended, until `SLOTS` more have started; None if nothing copies them.
+    arriving: torch.Tensor | None = None
     # Per requested layer, its output: (tokens of all parts in order, hidden). For a dropped layer, the state that
     # replaces its output. The next pass may overwrite them.
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -85,13 +93,14 @@ class Said:
         layer_pass: LayerPass,
         tokens_run: Sequence[int],
         likeliest: torch.Tensor | None = None,
+        arriving: torch.Tensor | None = None,
     ) -> Said:
         """The output of the model's own forward, in which each part's tokens are the last ones of a row."""
         states = {}
         for layer in ask.states:
             rows = layer_pass.states[layer]
             states[layer] = torch.cat([rows[row, -len(part.tokens) :] for row, part in enumerate(parts)])
-        return cls(logits, tokens_run, None if ask.short is None else ask.short.ids, likeliest, states)
+        return cls(logits, tokens_run, None if ask.short is None else ask.short.ids, likeliest, arriving, states)
 
     @property
     def layers_executed(self) -> int:
