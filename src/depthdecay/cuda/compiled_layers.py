@@ -48,8 +48,9 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
         # longer.
         options |= {"combo_kernels": True, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 100}
     if is_exact(rows):
-        # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few. Within
-        # a kernel it goes on in 32 bits where the model rounds to 16; then a state would depend on whether it is stored.
+        # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few. And
+        # within a kernel it does not round to 16 bits where the model does, so that a state would depend on whether it
+        # is stored.
         options |= {"split_reductions": False, "emulate_precision_casts": True}
     return options
 
