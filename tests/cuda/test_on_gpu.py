@@ -19,12 +19,12 @@ from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.pass_graphs import PassGraphs
-from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs
 from depthdecay.plan.ladder import runs_of
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part
+from depthdecay.runners.keyed_noise import gumbel_noise, sequence_keys, step_keys
 from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.expected_gain import TrackRecord
 

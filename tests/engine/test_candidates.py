@@ -22,7 +22,8 @@ from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.kernels.candidate_pick import pick_candidate
 from depthdecay.engine import sampling
 from depthdecay.engine.candidates import Cut, highest
-from depthdecay.engine.sampling import gumbel_noise, in_turn
+from depthdecay.engine.sampling import in_turn
+from depthdecay.runners.keyed_noise import gumbel_noise
 from depthdecay.speculative import chain_pick
 
 LARGE = 8192  # a vocabulary that is searched in pieces

@@ -19,16 +19,9 @@ from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.cpu.threads import threads
 from depthdecay.engine import sampling
 from depthdecay.engine.request import prepare_request
-from depthdecay.engine.sampling import (
-    AnswerPenalties,
-    LogitBias,
-    Sampler,
-    gumbel_noise,
-    pick_tokens,
-    sequence_keys,
-    step_keys,
-)
+from depthdecay.engine.sampling import AnswerPenalties, LogitBias, Sampler, pick_tokens
 from depthdecay.library_internals import openmp_threads
+from depthdecay.runners.keyed_noise import gumbel_noise, sequence_keys, step_keys
 
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3]]
 

@@ -12,7 +12,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.engine.request import prepare_request
-from depthdecay.engine.sampling import gumbel_noise, step_keys
+from depthdecay.runners.keyed_noise import gumbel_noise, step_keys
 from depthdecay.speculative.chain_lane import Chain
 from depthdecay.speculative.chain_pick import settings_of
 from depthdecay.speculative.host_lane import HostLane

@@ -13,10 +13,11 @@ from depthdecay.engine.engine import Engine
 from depthdecay.engine.plan_choice import MODES
 from depthdecay.engine.request import Request
 from depthdecay.engine.result import AnswerInProgress, Result
-from depthdecay.engine.sampling import Sampler, alike, sequence_keys
+from depthdecay.engine.sampling import Sampler, alike
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.repairs import Repairs
 from depthdecay.plan.plan import Plan
+from depthdecay.runners.keyed_noise import sequence_keys
 from depthdecay.runners.kv_blocks import KVBlocks
 
 

@@ -12,9 +12,9 @@ import torch
 
 from depthdecay.engine.engine import Engine
 from depthdecay.engine.request import PLAIN_GREEDY
-from depthdecay.engine.sampling import gumbel_noise, sequence_keys, step_keys
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.devices import free_bytes
+from depthdecay.runners.keyed_noise import gumbel_noise, sequence_keys, step_keys
 
 MOST_ROWS = {"cuda": 1024}
 MOST_ROWS_ELSEWHERE = 16

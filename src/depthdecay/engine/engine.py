@@ -21,7 +21,7 @@ from depthdecay.engine.plan_choice import DepthSettings, require_mode
 from depthdecay.engine.request import Request, prepare_request
 from depthdecay.engine.result import AnswerInProgress, Piece, Result, Stream
 from depthdecay.engine.reuse import Kept
-from depthdecay.engine.sampling import Sampler, sequence_keys
+from depthdecay.engine.sampling import Sampler
 from depthdecay.engine.streamers import told_to
 from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError
 from depthdecay.model.kv_cache import room_for, rooms
@@ -35,6 +35,7 @@ from depthdecay.plan.plan import Plan
 from depthdecay.plan.stored_plans import drafter_of, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
+from depthdecay.runners.keyed_noise import sequence_keys
 from depthdecay.runners.kv_blocks import KVBlocks
 from depthdecay.speculative.draft_head import DraftHead, head_of, portable_head_of
 from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan

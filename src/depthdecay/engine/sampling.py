@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,46 +20,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from depthdecay.cpu.threads import one_torch_thread
 from depthdecay.engine.candidates import Cut, are_on_gpu
 from depthdecay.library_internals import logits_processors
+from depthdecay.runners.keyed_noise import gumbel_noise, step_keys
 
 _FEW_SCORES = 2**20  # that one thread picks from
-_MASK32 = 0xFFFFFFFF
-
-
-def sequence_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """One key per sequence, from the seed, the prompt, and how often the same prompt came before it in the batch.
-
-    So a seeded prompt draws the same noise alone and in any batch, and a prompt given twice still gets two samples.
-    """
-    seen: Counter[tuple[int, ...]] = Counter()
-    keys = []
-    for prompt in prompts:
-        ids = tuple(prompt)
-        material = f"{seed}/{seen[ids]}/{','.join(map(str, ids))}".encode()
-        keys.append(int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little"))
-        seen[ids] += 1
-    return keys
-
-
-def step_keys(keys: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
-    """Keys of every step as a (sequence, token) tensor, copied once so that no step waits for a copy."""
-    low = torch.tensor([[k & _MASK32] for k in keys], dtype=torch.int64)
-    high = torch.tensor([[(k >> 32) & _MASK32] for k in keys], dtype=torch.int64)
-    index = torch.arange(tokens, dtype=torch.int64).unsqueeze(0)
-    return _mix(_mix(index * 0x9E3779B1 + low) + high).to(device)
-
-
-def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | None = None) -> torch.Tensor:
-    """Standard Gumbel noise, a row per key: argmax(logits + noise) is a draw from softmax(logits).
-
-    `tokens`: the tokens that the noise is for, of all rows or of each, if not the whole vocabulary.
-
-    A counter-based hash instead of a generator: it is stateless, gives the same numbers on every device, and the noise
-    of one row does not depend on the other rows.
-    """
-    lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) if tokens is None else tokens
-    bits = _mix(_mix(lanes * 0x85EBCA77 + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
 
 
 def likeliest(scores: torch.Tensor) -> torch.Tensor:
@@ -74,14 +36,6 @@ def few_threads(scores: torch.Tensor) -> contextlib.AbstractContextManager[None]
     """On a CPU, pick from the scores of a few rows with one thread of torch."""
     is_small = scores.device.type == "cpu" and scores.numel() <= _FEW_SCORES
     return one_torch_thread() if is_small else contextlib.nullcontext()
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Murmur3's 32-bit finaliser, in 64-bit integers so that shifts are logical on every device."""
-    x = x & _MASK32
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
-    return x ^ (x >> 16)
 
 
 class LogitBias(LogitsProcessor):  # type: ignore[misc]

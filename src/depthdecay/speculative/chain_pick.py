@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from depthdecay.engine.candidates import are_on_gpu
-from depthdecay.engine.sampling import Sampler, gumbel_noise, in_turn, processed, settings_alike
+from depthdecay.engine.sampling import Sampler, in_turn, processed, settings_alike
+from depthdecay.runners.keyed_noise import gumbel_noise
 
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from depthdecay.runners.keyed_noise import gumbel_noise
+
 try:
     import triton
     import triton.language as tl
@@ -20,7 +22,7 @@ if triton is not None:
 
     @triton.jit
     def _mixed(x):  # type: ignore[no-untyped-def]
-        """Murmur3's 32-bit finaliser in 64-bit integers, as in `engine/sampling`."""
+        """Murmur3's 32-bit finaliser in 64-bit integers, as in `runners/keyed_noise`."""
         x = x & 0xFFFFFFFF
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
         x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -91,8 +93,6 @@ def pick_candidate(
     higher = values.unsqueeze(1) > values.unsqueeze(2)
     above = torch.where(higher, weights.unsqueeze(1), 0.0).sum(2)
     kept &= ((above < top_p * weights.sum(1, keepdim=True)) | (values == first)) & (weights >= min_p)
-    from depthdecay.engine.sampling import gumbel_noise
-
     scores = torch.where(kept, values + gumbel_noise(keys, 0, tokens), float("-inf"))
     best = kept & (scores == scores.amax(1, keepdim=True))
     return torch.where(best, places, 0x7FFFFFFF).amin(1)
