@@ -96,15 +96,32 @@ def test_states_and_repaired_layers_get_whole_sums(monkeypatch: pytest.MonkeyPat
     assert all(passes.graphs.compiled.in_addends.values())
 
 
-def test_asking_for_states_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(
+                torch.__version__ < (2, 13),
+                reason="inductor's C++ drops casts there, which Triton's code keeps in every version",
+            ),
+        ),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
+def test_asking_for_states_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that is stored is rounded; one that stays in the next kernel must be too. Learned heads ask for states."""
-    stack = LayerStack.of(tiny_model(**SHAPE).bfloat16())
+    stack = LayerStack.of(tiny_model(**SHAPE).to(device, torch.bfloat16))
     monkeypatch.setattr(exactness, "why_inexact", lambda stack: None)
     plan = dd.Plan.full(LAYERS)
     torch._dynamo.reset()
     passes = PassGraphs(stack, plan, Repairs(), CompiledLayers(), batch=1, rooms=[128] * LAYERS)
     passes.run([Part(0, 0, PROMPTS[0], LAYERS, plan)])
-    ids, positions = torch.tensor([[3, 9]]), torch.arange(2) + len(PROMPTS[0])
+    ids = torch.tensor([[3, 9]], device=device)
+    positions = torch.arange(2, device=device) + len(PROMPTS[0])
 
     def said(states: tuple[int, ...]) -> torch.Tensor:
         passes.go_to(LAYERS)
