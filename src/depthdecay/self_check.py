@@ -166,7 +166,7 @@ def check_model(
     lossless = [engine.generate([prompt], new_tokens, mode="lossless", do_sample=False)[0] for prompt in prompts]
     yield _compare("lossless equals full depth", [r.token_ids for r in lossless], [r.token_ids for r in single], hint)
     if engine.uses_graphs:
-        yield _check_compiled(Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights), prompts)
+        yield from _check_compiled(Engine(model, tokenizer, plan, allow_other_weights=allow_other_weights), prompts)
 
     if plan is None:
         yield CheckRow("decay", True, "skipped: a model with one layer has none to drop")
@@ -200,7 +200,7 @@ def check_model(
     )
 
 
-def _check_compiled(engine: Engine, prompts: list[list[int]]) -> CheckRow:
+def _check_compiled(engine: Engine, prompts: list[list[int]]) -> Iterator[CheckRow]:
     """Compiled layers, which answers use by default: where they are reported exact, lossless must equal full depth."""
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     full, lossless = (
@@ -210,8 +210,20 @@ def _check_compiled(engine: Engine, prompts: list[list[int]]) -> CheckRow:
     name = "compiled lossless equals compiled full depth"
     row = _compare(name, [r.token_ids for r in lossless], [r.token_ids for r in full], "")
     if lossless[0].exact:
-        return CheckRow(name, row.passed, f"{row.detail}, exact: yes")
-    return CheckRow(name, True, f"exact: no, near-ties may flip ({lossless[0].inexact_because}); {row.detail}")
+        yield CheckRow(name, row.passed, f"{row.detail}, exact: yes")
+        yield _check_widths(engine, prompts[0], full[0].token_ids)
+    else:
+        yield CheckRow(name, True, f"exact: no, near-ties may flip ({lossless[0].inexact_because}); {row.detail}")
+
+
+def _check_widths(engine: Engine, prompt: list[int], text: list[int]) -> CheckRow:
+    """Drafters differ, and may be trained later. So the passes themselves are compared too."""
+    from depthdecay.cuda.width_trial import WIDTHS, WidthTrial, splits
+
+    trial = WidthTrial(engine.stack, engine.compiled, len(prompt) + len(text))
+    difference = trial.first_difference(prompt, text)
+    same = f"{len(text)} tokens in {len(list(splits(len(text))))} splits into passes of {WIDTHS[0]} to {WIDTHS[-1]}"
+    return CheckRow("logits have the same bits in passes of any width", difference is None, difference or same)
 
 
 def reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,11 +19,8 @@ from depthdecay.cuda.kernels import expert_products as experts
 from depthdecay.cuda.kernels import gated_product, gemv
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged, attend_paged
-from depthdecay.cuda.pass_graphs import PassGraphs
-from depthdecay.model.kv_cache import bucket_for
+from depthdecay.cuda.width_trial import WidthTrial
 from depthdecay.model.layers import LayerStack
-from depthdecay.model.repairs import Repairs
-from depthdecay.runners.contract import Part
 from depthdecay.self_check import check_model
 from depthdecay.speculative.expected_gain import LEARNED, TrackRecord
 
@@ -102,60 +98,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-class Fed:
-    """Runs tokens after a prompt in captured passes of chosen widths, and returns their logits."""
-
-    def __init__(self, model: Any) -> None:
-        self.plan = dd.Plan.full(LAYERS)
-        stack = LayerStack.of(model)
-        self.passes = PassGraphs(stack, self.plan, Repairs(), CompiledLayers(), batch=1, rooms=[512] * LAYERS)
-        self.ids = torch.zeros((1, 16), dtype=torch.long, device="cuda")
-        self.positions = torch.zeros(16, dtype=torch.long, device="cuda")
-        self.logits = torch.zeros((1, 16, 1024), dtype=model.dtype, device="cuda")
-
-    def __call__(self, prompt: Sequence[int], text: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
-        self.passes.run([Part(0, 0, prompt, LAYERS, self.plan)])
-        found, at = [], 0
-        for width in widths:
-            start = len(prompt) + at
-            self.ids[0, :width] = torch.tensor(text[at : at + width])
-            self.positions[:width] = torch.arange(start, start + width)
-            found.append(self._pass(width, bucket_for(start + width)))
-            at += width
-        assert at == len(text)
-        return torch.cat(found, dim=1)[0]
-
-    @torch.no_grad()
-    def _pass(self, width: int, bucket: int) -> torch.Tensor:
-        def body() -> torch.Tensor:
-            logits = self.passes.several(self.ids[:, :width].clone(), self.positions[:width].clone(), bucket)
-            self.logits[:, :width] = logits
-            return logits
-
-        captured = self.passes.graph(("fed", width, bucket), LAYERS, bucket, body, tokens=width)
-        captured.graph.replay()
-        return self.logits[:, :width].clone()
-
-
-def random_widths(tokens: int, seed: int) -> list[int]:
-    chosen, widths = random.Random(seed), []
-    while tokens:
-        widths.append(min(tokens, chosen.choice((1, 1, 2, 3, 4, 5, 8, 11, 15, 16))))
-        tokens -= widths[-1]
-    return widths
-
-
 @exact
 def test_logits_have_the_same_bits_in_passes_of_every_width(
     architecture: str, dtype: torch.dtype, launches: Counter[str]
 ) -> None:
     """Over several buckets, and wherever passes start."""
-    fed = Fed(model_of(architecture, dtype, **EXACT[architecture]))
     chosen = random.Random(0)
     prompt, text = ([chosen.randrange(3, 1000) for _ in range(length)] for length in (117, 192))
-    expected = fed(prompt, text, [1] * len(text))
-    assert fed.passes.inexact is None
-    assert fed.passes.graphs.compiled is not None
+    stack = LayerStack.of(model_of(architecture, dtype, **EXACT[architecture]))
+    trial = WidthTrial(stack, CompiledLayers(), len(prompt) + len(text))
+    expected = trial.logits(prompt, text, [1] * len(text))
+    assert trial.passes.inexact is None
+    assert trial.passes.graphs.compiled is not None
     assert launches["products"] > 0
     assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
     assert (launches["experts"] > 0) == (architecture == "mixtral")
@@ -163,11 +117,7 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert launches["attention"] > 0
     assert launches["attention"] % LAYERS == 0
     assert len(expected.unique(dim=0)) == len(text)
-    splits = [[width] * (len(text) // width) for width in (2, 3, 4, 8, 16)]
-    for widths in (*splits, *(random_widths(len(text), seed) for seed in range(4))):
-        said = fed(prompt, text, widths)
-        different = (said != expected).any(-1).nonzero().flatten().tolist()
-        assert not different, f"{widths} differ at {different[:5]}"
+    assert trial.first_difference(prompt, text) is None
 
 
 @exact
@@ -259,6 +209,7 @@ def test_check_tells_of_bits() -> None:
         found = rows["compiled lossless equals compiled full depth"]
         assert found.passed
         assert "exact: yes" in found.detail
+        assert rows["logits have the same bits in passes of any width"].passed
     rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16, **INEXACT["llama"][0]))}
     assert "exact: no" in rows["compiled lossless equals compiled full depth"].detail
 
