@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,12 +207,21 @@ def test_check_tells_of_bits() -> None:
     for architecture in ("llama", "gemma2"):
         model = model_of(architecture, torch.bfloat16, **EXACT[architecture])
         rows = {row.name: row for row in check_model(model)}
-        found = rows["compiled lossless equals compiled full depth"]
+        found = rows["compiled lossless equals compiled full depth, bfloat16"]
         assert found.passed
         assert "exact: yes" in found.detail
-        assert rows["logits have the same bits in passes of any width"].passed
+        assert rows["the same bits in passes of any width, bfloat16"].passed
     rows = {row.name: row for row in check_model(model_of("llama", torch.bfloat16, **INEXACT["llama"][0]))}
-    assert "exact: no" in rows["compiled lossless equals compiled full depth"].detail
+    assert "exact: no" in rows["compiled lossless equals compiled full depth, bfloat16"].detail
+
+
+def test_check_of_a_name_compares_bits_in_its_own_dtype(tmp_path: Path) -> None:
+    model_of("llama", torch.bfloat16, **EXACT["llama"]).save_pretrained(tmp_path)
+    rows = {row.name: row for row in dd.check(str(tmp_path))}
+    for dtype in ("float32", "bfloat16"):
+        assert f"compiled lossless equals compiled full depth, {dtype}" in rows
+    assert rows["the same bits in passes of any width, bfloat16"].passed
+    assert all(row.passed for row in rows.values())
 
 
 @pytest.mark.parametrize("architecture", INEXACT)

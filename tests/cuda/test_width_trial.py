@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from replays import replay_captures
+from saved_model import save_tiny_chat_model
 from tiny_models import PROMPTS, tiny_model
 
 import depthdecay as dd
@@ -15,7 +17,7 @@ from depthdecay.cuda import exactness
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.cuda.width_trial import WIDTHS, WidthTrial, splits
 from depthdecay.model.layers import LayerStack
-from depthdecay.self_check import check_model
+from depthdecay.self_check import CheckRow, check_model
 
 TEXT = [token % 90 + 3 for token in range(0, 96 * 7, 7)]
 
@@ -76,3 +78,17 @@ def test_check_reports_what_the_trial_finds(difference: str | None, monkeypatch:
     rows = list(self_check._check_compiled(engine, PROMPTS[:2]))
     assert [row.passed for row in rows] == [True, difference is None]
     assert rows[1].detail == (difference or "96 tokens in 12 splits into passes of 1 to 16")
+
+
+@pytest.mark.parametrize(("dtype", "checked"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_a_model_by_name_is_checked_in_its_own_dtype_too(
+    dtype: torch.dtype, checked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_chat_model(tmp_path, dtype=dtype)
+    seen: list[torch.dtype] = []
+    rows = [CheckRow("compiled", True, "")]
+    monkeypatch.setattr(
+        self_check, "_check_compiled", lambda engine, _: seen.append(engine.stack.model.dtype) or iter(rows)
+    )
+    assert list(self_check.check_own_dtype(lambda: dd.load(folder, device="cpu", dtype=dtype), None)) == rows[:checked]
+    assert seen == [dtype][:checked]
