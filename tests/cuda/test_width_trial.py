@@ -25,7 +25,7 @@ TEXT = [token % 90 + 3 for token in range(0, 96 * 7, 7)]
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> WidthTrial:
     replay_captures(monkeypatch)
-    return WidthTrial(LayerStack.of(tiny_model()), None, len(PROMPTS[0]) + len(TEXT))
+    return WidthTrial(LayerStack.of(tiny_model().double()), None, len(PROMPTS[0]) + len(TEXT))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 96, 100])
