@@ -27,12 +27,15 @@ from depthdecay import Engine
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, never_ending
 from depthdecay.bench.model_shapes import SHAPES, load_model_or_shape
 from depthdecay.cuda import compiled_layers
-from depthdecay.cuda.kernels import dependent_launch, gated_product, gemv
+from depthdecay.cuda.kernels import dependent_launch, gated_product, gemv, host_copy, split_attention
 from depthdecay.patches import patched, replaced
 from depthdecay.result_files import require_writable, write_result
 
 OURS = "ours"
-KERNELS = {"gemv": gemv, "gated_product": gated_product, "dependent_launch": dependent_launch}
+KERNELS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (dependent_launch, gated_product, gemv, host_copy, split_attention)
+}
 PAUSE = 1000.0  # microseconds: a longer one lies between two passes, not inside one
 PROMPT = 32
 

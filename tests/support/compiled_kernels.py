@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, driver
 
 from depthdecay.bench.model_shapes import SHAPES
 from depthdecay.cuda.decode_attention import spans_of
-from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv
+from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv, host_copy
 from depthdecay.cuda.kernels import paged_attention as over_blocks
 from depthdecay.cuda.kernels import split_attention as attend
 from depthdecay.cuda.kernels.paged_attention import Paged
@@ -122,9 +122,16 @@ def draws(compiled: Compiled) -> None:
         candidate_pick.launched(values, places, places, places[:, 0], 20, 0.8, 0.0, True)
 
 
+def copies(compiled: Compiled) -> None:
+    tokens = torch.empty(16, 3, dtype=torch.long)
+    compiled.about = "48 tokens"
+    host_copy.launched(tokens, tokens, True)
+
+
 def main() -> None:
     compiled = Compiled()
     draws(compiled)
+    copies(compiled)
     for dtype in DTYPES:
         for shape in ("qwen2.5-1.5b", "llama-2-7b"):
             sizes = SHAPES[shape]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton_interpreter  # noqa: F401
 
-from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv
+from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv, host_copy
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
@@ -56,6 +56,16 @@ def check_picks(count: int, top_k: int, top_p: float, min_p: float) -> None:
         assert torch.equal(candidate_pick.launched(*given), candidate_pick.pick_candidate(*given)), given[4:]
 
 
+def check_copies() -> None:
+    """All numbers arrive, and nothing behind them changes."""
+    for dtype in (torch.long, torch.float32):
+        for rows, columns in ((1, 1), (4, 9), (8, 64)):
+            source = torch.randn(rows, columns).mul(1000).to(dtype)
+            held = torch.zeros(rows * columns + 1, dtype=dtype)
+            host_copy.launched(source, held[:-1].view(rows, columns), False)
+            assert torch.equal(held, torch.cat([source.flatten(), held.new_zeros(1)]))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.float32):  # the interpreter does not support bfloat16
@@ -71,6 +81,7 @@ if __name__ == "__main__":
         (64, 1, 0.5, 0.0),
     ):
         check_picks(count, top_k, top_p, min_p)
+    check_copies()
     check_gated(132 * 32, 128)
     check_gated(216 * 64, 64)
     print("alike")

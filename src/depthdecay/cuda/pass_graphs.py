@@ -18,6 +18,7 @@ from depthdecay.cuda.capture_or_fallback import Graphs, require_alike
 from depthdecay.cuda.compiled_layers import CompiledLayers, Rows
 from depthdecay.cuda.decode_attention import attention_in_steps, spans_of
 from depthdecay.cuda.exactness import BATCHED, UNCOMPILED, Exactness
+from depthdecay.cuda.kernels.host_copy import copy_to_host
 from depthdecay.cuda.kernels.split_attention import MOST_TOKENS
 from depthdecay.cuda.likeliest import take_step
 from depthdecay.errors import NotCapturable
@@ -209,7 +210,7 @@ class PassGraphs:
         # Greedy decoding feeds itself; a sampler overwrites the token before the next replay.
         advancing = (self.tokens, self.position, self.position_ids, self.latest, self.turn)
         self.as_few_kernels(take_step)(logits, self.logits, *advancing)
-        self.latest_host.copy_(self.latest, non_blocking=True)
+        copy_to_host(self.latest, self.latest_host)
         return logits
 
     def several(self, ids: torch.Tensor, positions: torch.Tensor, bucket: int, ask: Ask = PLAIN) -> torch.Tensor:

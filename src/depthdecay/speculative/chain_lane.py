@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from depthdecay.cuda.kernels.host_copy import copy_to_host
 from depthdecay.cuda.likeliest import PIECES, likeliest
 from depthdecay.cuda.pass_graphs import Captured, PassGraphs, apart
 from depthdecay.engine.sampling import Sampler
@@ -308,7 +309,7 @@ class Chain:
         else:
             picked = self.pick.draft(logits, rows, window.ids, window.drafted, position)
             self.passes.as_few_kernels(take_picked)(picked, logits, rows, *where)
-        window.confidences_host.copy_(window.confidences, non_blocking=True)
+        copy_to_host(window.confidences, window.confidences_host)
 
     def _verify(self, size: int, bucket: int, reads: bool) -> torch.Tensor:
         """Verify the window with the full model and advance it. With `reads`, the head follows the text as well."""
@@ -328,7 +329,7 @@ class Chain:
         else:
             said = self.pick.verified(logits[0], ids, positions).unsqueeze(0)
         take_over(said, ids, window.ids, window.drafted, window.base, window.answers, window.turn)
-        window.answers_host.copy_(window.answers, non_blocking=True)
+        copy_to_host(window.answers, window.answers_host)
         self.pick.take(ids, window.base - positions[:1], window.ids[0, :1])
         if before is not None and head is not None:
             head.go_on(before.index_select(1, window.base - positions[:1] - 1))

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import torch
 
+from depthdecay.cuda.kernels.gemv import LINE_BYTES
+
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from depthdecay.cuda.kernels.gemv import prefetch_lines
 except ImportError:  # no Triton: CPU-only builds never reach the kernels
     triton = None
 
@@ -25,6 +29,10 @@ LEVEL = 32  # chunks of one length, before the length doubles
 MOST_DOUBLINGS = 3
 SUMMED = 32  # chunks that the sum kernel combines at once
 TILE_BYTES = 2**14  # of keys that a program holds at once
+PREFETCHED = True  # keys and values of a chunk's first tile, while the preceding kernel still runs
+# Whether the kernel that sums chunks, and the product after it, start before attention itself may: that product then
+# prefetches its weights while attention leaves memory idle.
+EARLY = True
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2E = 1.4426950408889634
@@ -137,8 +145,13 @@ if triton is not None:
         TILE: tl.constexpr,
         MASKED: tl.constexpr,
         CAPPED: tl.constexpr,
+        LINE: tl.constexpr,
+        PREFETCHED: tl.constexpr,
+        EARLY: tl.constexpr,
         PDL: tl.constexpr,
     ):
+        if PDL and EARLY:
+            gdc_launch_dependents()
         # Programs that read the same keys are adjacent in the grid, so that later ones hit in L2.
         tiles = (rows + ROWS - 1) // ROWS
         text = tl.program_id(0) // tiles  # one KV head of one batch row
@@ -160,14 +173,20 @@ if triton is not None:
             spans = seen_ptr + batch * seen_batch
             origin = tl.load(spans).to(tl.int32)
             last = tl.load(spans + token * seen_token + 1, mask=inside, other=-1).to(tl.int32)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
         first = tl.where(window > 0, tl.maximum(origin, last - window + 1), origin)
         begin = origin + start
         end = tl.minimum(begin + length, tl.max(last, 0) + 1)
         nearest = tl.min(tl.where(inside, first, positions), 0)
         begin += tl.maximum(nearest - begin, 0) // TILE * TILE
+        if PDL:
+            if PREFETCHED:  # into L2, where the preceding kernel writes too: what it writes is not read before
+                ahead = tl.maximum(tl.minimum(begin + tl.arange(0, TILE), end - 1), 0)[:, None].to(tl.int64)
+                line = tl.arange(0, DIM // LINE)[None, :] * LINE
+                prefetch_lines(k_ptr + batch * k_batch + group * k_group + ahead * k_position + line)
+                prefetch_lines(v_ptr + batch * v_batch + group * v_group + ahead * v_position + line)
+            gdc_wait()
+            if not EARLY:
+                gdc_launch_dependents()
         if begin < end:
             q = tl.load(
                 q_ptr + batch * q_batch + head[:, None] * q_head + token[:, None] * q_token + lanes[None, :],
@@ -218,8 +237,11 @@ if triton is not None:
         MOST: tl.constexpr,
         SUMMED: tl.constexpr,
         MASKED: tl.constexpr,
+        EARLY: tl.constexpr,
         PDL: tl.constexpr,
     ):
+        if PDL and EARLY:
+            gdc_launch_dependents()
         batch, group = tl.program_id(0) // groups, tl.program_id(0) % groups
         row = tl.program_id(1)
         heads = rows // tokens
@@ -233,7 +255,8 @@ if triton is not None:
             begin, end = chunk_of(first, SPLIT, LEVEL, MOST), chunk_of(last, SPLIT, LEVEL, MOST)
         if PDL:
             gdc_wait()
-            gdc_launch_dependents()
+            if not EARLY:
+                gdc_launch_dependents()
         base = tl.program_id(0).to(tl.int64) * chunks * rows + row
         y = add_up(part_ptr, stat_ptr, base, rows, begin, end, DIM, SUMMED)
         place = (batch * tokens + row % tokens) * groups * heads + group * heads + row // tokens
@@ -327,6 +350,9 @@ def _launched(
         MOST=MOST_DOUBLINGS,
         MASKED=masked,
         CAPPED=softcap is not None,
+        LINE=LINE_BYTES // key.element_size(),
+        PREFETCHED=PREFETCHED,
+        EARLY=EARLY,
         PDL=overlap,
         launch_pdl=overlap,
         **tiling(dim, query.element_size()),
@@ -348,6 +374,7 @@ def _launched(
         MOST=MOST_DOUBLINGS,
         SUMMED=SUMMED,
         MASKED=masked,
+        EARLY=EARLY,
         PDL=overlap,
         num_warps=4,
         launch_pdl=overlap,
