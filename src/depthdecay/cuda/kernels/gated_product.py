@@ -106,7 +106,7 @@ def multiply_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, overla
         ROWS=height,
         COLUMNS=gemv.LOW.columns if columns % gemv.LOW.columns == 0 else gemv.SKINNY_COLUMNS,
         AHEAD=gemv.AHEAD,
-        LINE=gemv.LINE_BYTES // x.element_size(),
+        LINE=128 // x.element_size(),
         PDL=overlap,
         num_warps=height // 16,
         num_stages=STAGES,

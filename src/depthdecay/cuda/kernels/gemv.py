@@ -37,9 +37,6 @@ MOST_PARTS = 5
 # parts inductor sums them in a kernel before these (realize_reads_threshold), which takes 1.2 microseconds.
 MOST_SHARED_PARTS = 2
 AHEAD = 2  # 128-byte lines of each weight row that a program prefetches while the preceding kernel still runs
-# Matrices of so many bytes in all are prefetched whole: those around attention and norms, which leave memory idle.
-WHOLE_BYTES = 8 * 2**20
-LINE_BYTES = 128
 LEAST_BLOCKS = 3  # blocks of columns per part: with fewer, loads cannot be pipelined
 # For float32: three TF32 products on tensor cores, about as accurate as one on CUDA cores (2**-22 per element). On CUDA
 # cores, multiplying 16 vectors would take longer than reading the weights.
@@ -291,13 +288,6 @@ def for_tiles(tile: Tiling, weights: Sequence[torch.Tensor], tiles: int) -> Tili
     return tile._replace(rows=rows, warps=4, stages=max(2, min(tile.stages, SHARED_BYTES // stage)))
 
 
-def lines_ahead(weights: Sequence[torch.Tensor], columns: int) -> int:
-    """How many lines of each row a program prefetches, of so many columns that it multiplies."""
-    nbytes = sum(weight.numel() for weight in weights) * weights[0].element_size()
-    whole = triton.next_power_of_2(columns * weights[0].element_size() // LINE_BYTES)
-    return whole if nbytes <= WHOLE_BYTES else AHEAD
-
-
 @torch.library.custom_op("depthdecay::skinny_gemm", mutates_args=())
 def skinny_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) -> torch.Tensor:
     """Rows of x (count, columns) times the transpose of each weight, with the results concatenated.
@@ -336,8 +326,8 @@ def multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], overlap: bool) ->
         COLUMNS=tile.columns,
         TILES=tiles,
         EVEN=even,
-        AHEAD=lines_ahead(weights, columns // parts) if even else 0,
-        LINE=LINE_BYTES // x.element_size(),
+        AHEAD=AHEAD if even else 0,
+        LINE=128 // x.element_size(),
         PRECISION=PRECISION,
         PDL=overlap,
         num_warps=tile.warps,

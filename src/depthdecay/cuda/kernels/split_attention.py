@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from depthdecay.cuda.kernels.gemv import LINE_BYTES
-
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from depthdecay.cuda.kernels.gemv import prefetch_lines
 except ImportError:  # no Triton: CPU-only builds never reach the kernels
     triton = None
 
@@ -29,8 +25,7 @@ LEVEL = 32  # chunks of one length, before the length doubles
 MOST_DOUBLINGS = 3
 SUMMED = 32  # chunks that the sum kernel combines at once
 TILE_BYTES = 2**14  # of keys that a program holds at once
-PREFETCHED = True  # keys and values of a chunk's first tile, while the preceding kernel still runs
-# Whether the kernel that sums chunks, and the product after it, start before attention itself may: that product then
+# Whether the kernel that sums chunks, and the product after it, may start before attention does: that product then
 # prefetches its weights while attention leaves memory idle.
 EARLY = True
 HEAD_SIZES = (64, 128, 256)
@@ -145,8 +140,6 @@ if triton is not None:
         TILE: tl.constexpr,
         MASKED: tl.constexpr,
         CAPPED: tl.constexpr,
-        LINE: tl.constexpr,
-        PREFETCHED: tl.constexpr,
         EARLY: tl.constexpr,
         PDL: tl.constexpr,
     ):
@@ -173,20 +166,15 @@ if triton is not None:
             spans = seen_ptr + batch * seen_batch
             origin = tl.load(spans).to(tl.int32)
             last = tl.load(spans + token * seen_token + 1, mask=inside, other=-1).to(tl.int32)
+        if PDL:
+            gdc_wait()
+            if not EARLY:
+                gdc_launch_dependents()
         first = tl.where(window > 0, tl.maximum(origin, last - window + 1), origin)
         begin = origin + start
         end = tl.minimum(begin + length, tl.max(last, 0) + 1)
         nearest = tl.min(tl.where(inside, first, positions), 0)
         begin += tl.maximum(nearest - begin, 0) // TILE * TILE
-        if PDL:
-            if PREFETCHED:  # into L2, where the preceding kernel writes too: what it writes is not read before
-                ahead = tl.maximum(tl.minimum(begin + tl.arange(0, TILE), end - 1), 0)[:, None].to(tl.int64)
-                line = tl.arange(0, DIM // LINE)[None, :] * LINE
-                prefetch_lines(k_ptr + batch * k_batch + group * k_group + ahead * k_position + line)
-                prefetch_lines(v_ptr + batch * v_batch + group * v_group + ahead * v_position + line)
-            gdc_wait()
-            if not EARLY:
-                gdc_launch_dependents()
         if begin < end:
             q = tl.load(
                 q_ptr + batch * q_batch + head[:, None] * q_head + token[:, None] * q_token + lanes[None, :],
@@ -350,8 +338,6 @@ def _launched(
         MOST=MOST_DOUBLINGS,
         MASKED=masked,
         CAPPED=softcap is not None,
-        LINE=LINE_BYTES // key.element_size(),
-        PREFETCHED=PREFETCHED,
         EARLY=EARLY,
         PDL=overlap,
         launch_pdl=overlap,
