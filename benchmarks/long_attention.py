@@ -1,7 +1,10 @@
 """Attention of a few new tokens over long texts: our kernels beside others, as a share of what memory moves.
 
 python benchmarks/long_attention.py [--shapes llama-2-7b,qwen2.5-1.5b] [--positions 8192,32768] [--tokens 1,8]
-[--json FILE]
+[--json FILE] [SETTINGS …]
+
+SETTINGS vary our kernels (`kernel_settings`), such as split_attention.SUMMED=64,split_attention.LEVEL=16; each is one
+more of the ways that are timed.
 
 Others are torch's own attention and, where vLLM is on the path, FlashAttention's kernels as vLLM calls them, over pages
 of 16 positions. All read the same keys and values. As many caches as a GPU's own cache cannot hold are read in turn,
@@ -17,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_settings import OURS, KernelSettings
 from torch.nn import functional
 
 from depthdecay.bench.decoding import copy_bandwidth
@@ -71,12 +75,23 @@ def flash_attention(version: int, tokens: int, positions: int, device: torch.dev
     return run
 
 
-def ways(tokens: int, positions: int, device: torch.device) -> dict[str, Callable[[], Attention]]:
+def varied(settings: KernelSettings, spans: torch.Tensor) -> Attention:
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with settings.applied():
+            return ours(query, key, value, spans)
+
+    return run
+
+
+def ways(
+    tokens: int, positions: int, device: torch.device, settings: Sequence[str]
+) -> dict[str, Callable[[], Attention]]:
     """By name, what makes each; the first is what the others are held against."""
     columns = torch.arange(positions - tokens, positions, device=device)
     spans = spans_of(torch.zeros(1, dtype=torch.long, device=device), columns)
     seen = None if tokens == 1 else torch.arange(positions, device=device) <= columns[:, None]
-    made: dict[str, Callable[[], Attention]] = {"ours": lambda: partial(ours, spans=spans)}
+    made: dict[str, Callable[[], Attention]] = {OURS: lambda: partial(ours, spans=spans)}
+    made |= {words: partial(varied, KernelSettings.of(words), spans) for words in settings}
     made["torch"] = lambda: partial(torchs, mask=seen)
     for version in (2, 3):
         made[f"FlashAttention {version}"] = partial(flash_attention, version, tokens, positions, device)
@@ -109,6 +124,7 @@ def seconds_each(runs: Sequence[Callable[[], Any]], device: torch.device, rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE[,NAME=VALUE …]")
     parser.add_argument("--shapes", default="llama-2-7b,llama-2-70b,qwen2.5-1.5b")
     parser.add_argument("--positions", default="8192,32768")
     parser.add_argument("--tokens", default="1,8")
@@ -133,7 +149,7 @@ def main() -> None:
             states = [[torch.randn(kept, **like).permute(1, 2, 0, 3) for _ in "kv"] for _ in range(caches)]
             for tokens in map(int, arguments.tokens.split(",")):
                 query, expected = torch.randn((1, heads, tokens, size), **like), None
-                for name, make in ways(tokens, positions, device).items():
+                for name, make in ways(tokens, positions, device, arguments.settings).items():
                     row = {"shape": shape, "positions": positions, "tokens": tokens, "way": name}
                     try:
                         attention = make()

@@ -3,9 +3,9 @@
 python benchmarks/step_profile.py [--shape qwen2.5-1.5b | --model M] [--tokens 128] [--rounds 5] [--json FILE]
 [SETTINGS …]
 
-SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true, or for
-constants of our kernels, such as gemv.AHEAD=4. Each has an engine of its own; the first is always ours as it
-is. All take turns at one text at full depth, or --batch. A profile says how often each kernel runs in a step and how
+SETTINGS are names and values for torch.compile's options, such as realize_reads_threshold=16,combo_kernels=true, or of
+our kernels (`kernel_settings`), such as gemv.AHEAD=4. Each has an engine of its own; the first is always ours as it is.
+All take turns at one text at full depth, or --batch. A profile says how often each kernel runs in a step and how
 long it takes, the prompt's own pass taken off; kernels that overlap count twice. So beside it stands what each adds:
 the time from the end of the kernel before it to its own. Whether a setting changes the text, and whether it stays
 exact, stands beside its time.
@@ -14,12 +14,11 @@ exact, stands beside its time.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from kernel_settings import OURS, KernelSettings
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,29 +26,11 @@ from depthdecay import Engine
 from depthdecay.bench.contenders import Contender, decoding, measure_in_rounds, never_ending
 from depthdecay.bench.model_shapes import SHAPES, load_model_or_shape
 from depthdecay.cuda import compiled_layers
-from depthdecay.cuda.kernels import dependent_launch, gated_product, gemv, host_copy, split_attention
-from depthdecay.patches import patched, replaced
+from depthdecay.patches import patched
 from depthdecay.result_files import require_writable, write_result
 
-OURS = "ours"
-KERNELS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (dependent_launch, gated_product, gemv, host_copy, split_attention)
-}
 PAUSE = 1000.0  # microseconds: a longer one lies between two passes, not inside one
 PROMPT = 32
-
-
-def options_of(words: str) -> dict[str, Any]:
-    """Values as JSON has them: numbers, true, false; other words stay words."""
-
-    def value(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            return json.loads(text)
-        return text
-
-    pairs = (pair.partition("=") for pair in words.split(",") if words != OURS)
-    return {name: value(text) for name, _, text in pairs}
 
 
 class Setting:
@@ -57,20 +38,18 @@ class Setting:
 
     def __init__(self, model: Any, words: str, prompt: torch.Tensor, tokens: int) -> None:
         self.words, self.prompt, self.tokens = words, prompt, tokens
-        before, more = compiled_layers.inductor_options, options_of(words)
-        self.constants = {name: more.pop(name) for name in [*more] if name.partition(".")[0] in KERNELS}
+        before, self.kernel_settings = compiled_layers.inductor_options, KernelSettings.of(words)
+        more = dict(self.kernel_settings.others)
+        if self.kernel_settings.tilings:  # inductor's cache does not know them, and parts decide shapes in the graph
+            more["fx_graph_cache"] = False
         self.options = lambda rows="one": before(rows) | more
         self.engine = Engine(model, compile=model.device.type == "cuda")
         decode = decoding(self.engine, "full", prompt, tokens)
         self.contender = Contender(words, lambda: self.inside(decode))
 
     def inside(self, run: Callable[[], Any]) -> Any:
-        """What is compiled or captured inside has these options and constants."""
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(patched(compiled_layers, "inductor_options", self.options))
-            for name, value in self.constants.items():
-                module, _, constant = name.partition(".")
-                undo.enter_context(replaced(KERNELS[module], constant, value))
+        """What is compiled or captured inside has these settings."""
+        with patched(compiled_layers, "inductor_options", self.options), self.kernel_settings.applied():
             return run()
 
     def result(self, tokens: int) -> Any:

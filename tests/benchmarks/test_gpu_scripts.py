@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark_scripts import BENCHMARKS, script
 from replays import replay_captures
 
 from depthdecay import Engine
+from depthdecay.cuda.kernels import gemv
 from depthdecay.speculative.chain_lane import Chain
 
 
@@ -35,18 +37,27 @@ def test_a_step_by_settings_of_inductor(run: Any) -> None:
     assert all(row["same"] and len(row["rounds"]) == 2 and row["kernels"] for row in found["settings"])
 
 
-def test_settings_are_values_as_json_has_them() -> None:
-    options = script("step_profile").options_of
-    assert options("a.b=true,c=16,d=some") == {"a.b": True, "c": 16, "d": "some"}
-    assert options("ours") == {}
+def test_settings_of_kernels_hold_while_they_are_applied() -> None:
+    module = script("kernel_settings")
+    settings = module.KernelSettings.of("gemv.AHEAD=16,combo_kernels=true,gemv.96x64=32/2/5/1/64,other=some")
+    assert settings.others == {"combo_kernels": True, "other": "some"}
+    assert module.KernelSettings.of("ours") == module.KernelSettings()
+    weights = [[torch.empty(rows, 64, device="meta") for rows in heights] for heights in ((32, 64), (64, 64))]
+    before = [gemv.AHEAD, *map(gemv.tiling, weights)]
+    with settings.applied():
+        assert [gemv.AHEAD, *map(gemv.tiling, weights)] == [16, (32, 2, 5, 1, 64), before[2]]
+    assert [gemv.AHEAD, *map(gemv.tiling, weights)] == before
+    with pytest.raises(SystemExit, match="gemv has no constant AHED"):
+        module.KernelSettings.of("gemv.AHED=16")
 
 
 def test_attention_over_long_texts_beside_others(run: Any) -> None:
     words = ["--shapes", "tiny", "--positions", "32", "--dtype", "fp32", "--rounds", "1", "--tokens", "1,3"]
+    words.append(varied := "split_attention.SUMMED=64,split_attention.LEVEL=16")
     rows = run("long_attention", *words)["rows"]
-    assert [row["way"] for row in rows[:2]] == ["ours", "torch"]
+    assert [row["way"] for row in rows[:3]] == ["ours", varied, "torch"]
     assert all(row["differs_by"] < 1e-5 for row in rows if row["way"] == "torch")
-    assert all("error" in row for row in rows if row["way"] not in ("ours", "torch"))  # no vLLM here
+    assert all("error" in row for row in rows if row["way"] not in ("ours", varied, "torch"))  # no vLLM here
 
 
 def test_what_exact_batches_cost(run: Any) -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from depthdecay.cuda.exactness import Exactness
 from depthdecay.cuda.experts import experts_apart
+from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.kernels.dependent_launch import waiting_first
-from depthdecay.cuda.kernels.gemv import tiling
 from depthdecay.cuda.last_sum import Carried, added, in_addends
 from depthdecay.library_internals import vary_sizes
 from depthdecay.model.devices import overlaps_kernels
@@ -89,7 +89,7 @@ class CompiledLayers:
         hidden, *others = args
         if mlp is None or len(hidden) > 1 or self.in_addends.get(kind, ...) is None:
             return self.layer(stack, index, rows, (carried.whole(hidden), *others), kwargs)
-        parts, left = tiling([mlp.down]).parts, carried.take(hidden)
+        parts, left = gemv.tiling([mlp.down]).parts, carried.take(hidden)
         given = hidden, self._zeros((parts, *hidden.shape[1:]), hidden.device) if left is None else left
         is_first = kind not in self.in_addends
         if is_first:

@@ -25,6 +25,7 @@ LEVEL = 32  # chunks of one length, before the length doubles
 MOST_DOUBLINGS = 3
 SUMMED = 32  # chunks that the sum kernel combines at once
 TILE_BYTES = 2**14  # of keys that a program holds at once
+WARPS, STAGES = 4, 3  # of a program in 16 bits
 # Whether the kernel that sums chunks, and the product after it, may start before attention does: that product then
 # prefetches its weights while attention leaves memory idle.
 EARLY = True
@@ -265,7 +266,8 @@ def tiling(dim: int, itemsize: int) -> dict[str, int]:
 
     float32 does not use tensor cores here, and four warps would run out of registers.
     """
-    return {"TILE": min(SPLIT, max(16, TILE_BYTES // (dim * itemsize))), "num_warps": 8 if itemsize == 4 else 4}
+    tile = min(SPLIT, max(16, TILE_BYTES // (dim * itemsize)))
+    return {"TILE": tile, "num_warps": 2 * WARPS if itemsize == 4 else WARPS, "num_stages": STAGES}
 
 
 def scores_by(scaling: float, softcap: float | None) -> tuple[float, float]:
