@@ -13,7 +13,7 @@ import depthdecay as dd
 from depthdecay.cpu.choose_stack import open_stack
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.compiled_head import CompiledHead
-from depthdecay.speculative.head_text import PlacedHead
+from depthdecay.speculative.head_text import HeadText, PlacedHead
 
 TEXT = [5, 17, 3, 88, 41, 9, 60, 23, 7, 12, 93, 4, 55, 31, 8, 70, 22, 9, 11, 64]
 
@@ -97,7 +97,23 @@ def test_the_last_layer_of_torch_is_left_alone() -> None:
     assert all(map(torch.equal, before, given))
 
 
-def test_states_are_joined_as_torch_would() -> None:
+def test_large_states_are_joined_as_torch_would() -> None:
+    """Hidden states of real models are not near 1, and the call joins them before any norm."""
     compiled = compiled_head(tiny_model("llama"))
     states = 10 * torch.randn((5, compiled.head.fc.weight.shape[1]))
-    assert torch.allclose(compiled.joined(states), compiled.head.joined(states), rtol=1e-4, atol=1e-4)
+    given = torch.randn((1, 5, compiled.head.shape.hidden))
+    own, plain = compiled.text(), HeadText(compiled)
+    for found, expected in zip(
+        own._run_verified(given, states, True), plain._run_verified(given, states, True), strict=True
+    ):
+        assert found is not None
+        assert expected is not None
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_angles_are_looked_up_at_any_position() -> None:
+    compiled = compiled_head(tiny_model("llama"))
+    for position, end in ((1, 3), (511, 514), (5000, 5002), (2, 4)):
+        expected = compiled.head.angles(torch.arange(position, end)[None], torch.float32)
+        for found, part in zip(compiled.angles(position, end), expected, strict=True):
+            assert torch.equal(found, part[0, 0])

@@ -61,6 +61,8 @@ class ModelStruct(Structure):
         ("layer", POINTER(Layer)),
         ("final_norm", c_void_p),
         ("head", Matrix),
+        ("join", Matrix),
+        ("beside_norm", c_void_p),
     ]
 
 
@@ -84,6 +86,7 @@ class Pass(Structure):
         ("logits", c_void_p),
         ("threads", c_int64),
         ("beside", c_void_p),
+        ("joined", c_void_p),
         ("saved", POINTER(c_void_p)),
     ]
 

@@ -66,6 +66,8 @@ struct Model {
     const Layer* layer;
     const float* final_norm;
     Matrix head;
+    Matrix join;               // a draft head's: makes its state from the model's states; or without data
+    const float* beside_norm;  // of `beside`, if there is any
 };
 
 struct Segment {  // tokens of one depth
@@ -90,7 +92,8 @@ struct Pass {
     int64_t logits_wanted;
     float* logits;  // (logits_wanted, vocabulary)
     int64_t threads;
-    const float* beside;  // (tokens, hidden): concatenated before the normalized state for q, k and v; or null
+    const float* beside;  // (tokens, hidden): normalized and concatenated before the normalized state for q, k and v; or null
+    const float* joined;  // (tokens, join.columns): the states that `join` makes `state` from; or null
     float* const* saved;  // by layer: where a copy of the state after it goes, (tokens, hidden), or null; or null for all
 };
 
@@ -510,7 +513,7 @@ class Decoding {
                 }
         for (int64_t token = 0; token < n; ++token) longest = std::max(longest, pass.column[token] + 1);
         const int64_t read = pass.beside == nullptr ? model.hidden : 2 * model.hidden;
-        widest_ = std::max({read, heads_size_, neurons, rank}) / BLOCK + 1;
+        widest_ = std::max({read, heads_size_, neurons, rank, model.join.columns}) / BLOCK + 1;
         longest_ = (longest + LANES - 1) / LANES * LANES;
         normal_ = Scratch::at_least(scratch.normal, std::max(n, threads * std::min(n, FEW)) * read);
         sums_ = Scratch::at_least(scratch.sums, threads * n * widest_);
@@ -526,6 +529,7 @@ class Decoding {
 
     void operator()(int64_t thread) {
         int64_t executed = 0;
+        if (pass_.joined != nullptr) join(thread);
         for (int64_t layer = 0; layer < model_.layers; ++layer) {
             const int64_t running = pass_.running[layer];
             if (running > 0) {
@@ -549,6 +553,14 @@ class Decoding {
     int64_t executed() const { return executed_; }
 
   private:
+    void join(int64_t thread) {
+        const Matrix* const one[1] = {&model_.join};
+        Vectors x = as_they_are(thread, pass_.joined, model_.join.columns, is_packed(model_.join), pass_.tokens);
+        products<1>(team_, one, x, pass_.tokens, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
+            std::memcpy(pass_.state + token * model_.hidden + row, &values, count * sizeof(float));
+        });
+    }
+
     // For the first n tokens.
     void attend(int64_t thread, int64_t index, int64_t n) {
         const Layer& layer = model_.layer[index];
@@ -615,7 +627,7 @@ class Decoding {
         });
     }
 
-    // RMSNorm of the states, times the norm's weight, preceded by `beside` if given.
+    // RMSNorm of the states, times the norm's weight, preceded by that of `beside` if given.
     Vectors normalised(int64_t thread, const float* weight, float epsilon, bool sums_too, const float* states,
                        int64_t n, const int64_t* chosen = nullptr, const float* beside = nullptr) {
         const int64_t hidden = model_.hidden, stride = beside == nullptr ? hidden : 2 * hidden;
@@ -623,24 +635,9 @@ class Decoding {
         float* normal = normal_ + (alone ? thread * n * stride : 0);
         float* sums = sums_ + (alone ? thread * n * widest_ : 0);
         auto one = [&](int64_t token) {
-            const float* state = states + (chosen == nullptr ? token : chosen[token]) * hidden;
             float* const whole = normal + token * stride;
-            if (beside != nullptr) std::memcpy(whole, beside + token * hidden, hidden * sizeof(float));
-            float* const to = whole + (stride - hidden);
-            F squares[2] = {F{}, F{}};
-            int64_t k = 0;
-            for (; k + 2 * LANES <= hidden; k += 2 * LANES)
-                for (int half = 0; half < 2; ++half) {
-                    F x = load<F>(state + k + half * LANES);
-                    squares[half] += x * x;
-                }
-            float total = sum(squares[0] + squares[1]);
-            for (; k < hidden; ++k) total += state[k] * state[k];
-            const float scale = 1.0f / std::sqrt(total / hidden + epsilon);
-            if (weight == nullptr)
-                for (int64_t i = 0; i < hidden; ++i) to[i] = state[i] * scale;
-            else
-                for (int64_t i = 0; i < hidden; ++i) to[i] = weight[i] * (state[i] * scale);
+            if (beside != nullptr) normalise(beside + token * hidden, model_.beside_norm, epsilon, whole);
+            normalise(states + (chosen == nullptr ? token : chosen[token]) * hidden, weight, epsilon, whole + (stride - hidden));
             if (sums_too) add_up(whole, stride, sums + token * widest_);
         };
         if (alone)
@@ -648,6 +645,24 @@ class Decoding {
         else
             team_.share(n, one);
         return {normal, stride, sums, widest_};
+    }
+
+    void normalise(const float* state, const float* weight, float epsilon, float* to) const {
+        const int64_t hidden = model_.hidden;
+        F squares[2] = {F{}, F{}};
+        int64_t k = 0;
+        for (; k + 2 * LANES <= hidden; k += 2 * LANES)
+            for (int half = 0; half < 2; ++half) {
+                F x = load<F>(state + k + half * LANES);
+                squares[half] += x * x;
+            }
+        float total = sum(squares[0] + squares[1]);
+        for (; k < hidden; ++k) total += state[k] * state[k];
+        const float scale = 1.0f / std::sqrt(total / hidden + epsilon);
+        if (weight == nullptr)
+            for (int64_t i = 0; i < hidden; ++i) to[i] = state[i] * scale;
+        else
+            for (int64_t i = 0; i < hidden; ++i) to[i] = weight[i] * (state[i] * scale);
     }
 
     Vectors as_they_are(int64_t thread, const float* x, int64_t stride, bool sums_too, int64_t n) {

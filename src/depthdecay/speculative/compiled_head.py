@@ -49,20 +49,13 @@ class CompiledHead(PlacedHead):
             layer=self._layer,
             final_norm=self._floats(head.norm.weight),
             head=self._matrix(self.weight, bias, bits=8),
+            # In the same call: torch's own product would leave its threads spinning on the cores that passes need.
+            join=self._matrix(head.fc.weight, bits=8),
+            beside_norm=self._floats(head.token_norm.weight),
         )
         none = (ctypes.POINTER(native.Map) * 1)()
         self._no_maps = none
-        # `fc` as the LM head of a model without layers: torch's own product would leave its threads spinning on the
-        # cores that the next pass needs.
-        self._join = native.ModelStruct(
-            hidden=head.fc.weight.shape[1],
-            heads=1,
-            key_value_heads=1,
-            head_size=1,
-            neurons=1,
-            epsilon=shape.epsilon,
-            head=self._matrix(head.fc.weight, bits=8),
-        )
+        self._angles = self._angles_up_to(0)
 
     @classmethod
     def of(cls, placed: PlacedHead) -> CompiledHead | None:
@@ -79,25 +72,17 @@ class CompiledHead(PlacedHead):
     def text(self, first_layers: FirstLayers | None = None) -> CompiledHeadText:
         return CompiledHeadText(self)
 
-    def joined(self, states: torch.Tensor) -> torch.Tensor:
-        """The call normalizes what the LM head reads; the product is linear, so its scale is put back afterwards."""
-        state = states.float().contiguous()
-        count = len(state)
-        found = torch.empty((count, self.head.shape.hidden))
-        numbers = ctypes.c_int64 * count
-        arguments = native.Pass(
-            tokens=count,
-            batch=1,
-            row=numbers(),
-            column=numbers(),
-            state=state.data_ptr(),
-            wanted=numbers(*range(count)),
-            logits_wanted=count,
-            logits=found.data_ptr(),
-            threads=threads(),
-        )
-        self.code.run(self._join, arguments)
-        return found * (state.square().mean(-1, keepdim=True) + self.head.shape.epsilon).sqrt()
+    def angles(self, position: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine for consecutive positions, (tokens, head size), from a table that grows as needed."""
+        if end > len(self._angles[0]):
+            self._angles = self._angles_up_to(end)
+        cosine, sine = self._angles
+        return cosine[position:end], sine[position:end]
+
+    def _angles_up_to(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(max(512, 1 << end.bit_length()))[None]
+        cosine, sine = (part[0, 0].contiguous() for part in self.head.angles(positions, torch.float32))
+        return cosine, sine
 
     def _floats(self, tensor: torch.Tensor) -> int:
         self._alive.append(tensor.detach().float().contiguous())
@@ -125,30 +110,47 @@ class CompiledHeadText(HeadText):
     def _run(
         self, given: torch.Tensor, before: torch.Tensor, position: int, wants_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        count, placed, shape = given.shape[1], self.placed, self.head.shape
+        state = before[0].float().clone(memory_format=torch.contiguous_format)
+        return self._call(given, state, None, position, wants_logits)
+
+    def _run_verified(
+        self, given: torch.Tensor, states: torch.Tensor, wants_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state = torch.empty((len(states), self.head.shape.hidden))
+        return self._call(given, state, states.float().contiguous(), self.length, wants_logits)
+
+    def _call(
+        self,
+        given: torch.Tensor,
+        state: torch.Tensor,
+        joined: torch.Tensor | None,
+        position: int,
+        wants_logits: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One compiled call, from the state before each token, or from states that the call joins to it."""
+        count, placed = given.shape[1], self.placed
         end = position + count
-        self._make_room(end, before)
+        self._make_room(end, state)
         assert self.keys is not None
         assert self.values is not None
-        state = before[0].float().clone(memory_format=torch.contiguous_format)
-        beside = self.head.token_norm(given[0].float()).contiguous()
-        cosine, sine = (part[0, 0].float().contiguous() for part in self._angles(position, end))
+        beside = given[0].float().contiguous()
+        cosine, sine = placed.angles(position, end)
         logits = torch.empty((1 if wants_logits else 0, len(self.head.vocabulary)))
         numbers = ctypes.c_int64 * count
         whole = native.Segment(0, count, placed._no_maps)
-        table = torch.zeros(1, dtype=torch.long)
+        table = ctypes.c_int64(0)
         pointer = ctypes.c_void_p * 1
         arguments = native.Pass(
             tokens=count,
             batch=1,
-            row=numbers(*[0] * count),
+            row=numbers(),
             column=numbers(*range(position - 1, end - 1)),  # position 0 has no key
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             state=state.data_ptr(),
             keys=pointer(self.keys.data_ptr()),
             values=pointer(self.values.data_ptr()),
-            table=table.data_ptr(),
+            table=ctypes.addressof(table),
             most=1,
             block=self.keys.shape[0],
             halves=0,
@@ -160,13 +162,10 @@ class CompiledHeadText(HeadText):
             logits=logits.data_ptr(),
             threads=threads(),
             beside=beside.data_ptr(),
+            joined=None if joined is None else joined.data_ptr(),
         )
         placed.code.run(placed.model, arguments)
-        assert shape.hidden == state.shape[1]
-        return state[None].to(before.dtype), logits if wants_logits else None
-
-    def _angles(self, position: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head.angles(torch.arange(position, end)[None], torch.float32)
+        return state[None].to(placed.weight.dtype), logits if wants_logits else None
 
     def _make_room(self, positions: int, like: torch.Tensor) -> None:
         """(position, heads, size), the layout of a block in the compiled pass."""

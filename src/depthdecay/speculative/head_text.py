@@ -55,10 +55,6 @@ class PlacedHead:
         """Start a new text."""
         return HeadText(self, first_layers)
 
-    def joined(self, states: torch.Tensor) -> torch.Tensor:
-        """The full model's states of positions (tokens, states · hidden), as the head takes them."""
-        return self.head.joined(states)
-
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.head.norm(states), self.weight, self.bias)
 
@@ -123,12 +119,18 @@ class HeadText:
         """Run the first verified tokens for good."""
         before = torch.cat(self.before)
         given = self._given(self.tokens[:count], self.length)
-        joined = self.placed.joined(before[:count].to(self.placed.weight.dtype))
-        state, logits = self._run(given, joined[None], self.length, wants_logits)
+        state, logits = self._run_verified(given, before[:count], wants_logits)
         self.length += count
         self.tokens = self.tokens[count:]
         self.before = [before[count:]] if self.tokens else []
         return state[:, -1:], logits
+
+    def _run_verified(
+        self, given: torch.Tensor, states: torch.Tensor, wants_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_run` for verified tokens, with the full model's states (tokens, states · hidden) before them."""
+        before = self.head.joined(states.to(self.placed.weight.dtype))[None]
+        return self._run(given, before, self.length, wants_logits)
 
     def _given(self, tokens: Sequence[int], position: int) -> torch.Tensor:
         """The head's input for consecutive tokens: embeddings, or the output of the model's first layers."""
