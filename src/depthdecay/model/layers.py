@@ -209,7 +209,10 @@ class LayerStack:
 
         With `ask.short`, the logits cover only those rows of the LM head.
         """
-        arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": keep}
+        # By index, so that the LM head gets a dense tensor: for a slice of a batch in bf16, torch on a CPU first copies
+        # the whole LM head once a row.
+        kept = torch.arange(ids.shape[1] - keep, ids.shape[1]) if self._slices_cost(ids, keep) else keep
+        arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": kept}
         # Older architectures lack one or the other.
         arguments = {name: value for name, value in arguments.items() if name in self.forward_arguments}
         shortened: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -224,6 +227,10 @@ class LayerStack:
             output = self.forward(**arguments)
         logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    @staticmethod
+    def _slices_cost(ids: torch.Tensor, keep: int) -> bool:
+        return ids.device.type == "cpu" and len(ids) > 1 and keep < ids.shape[1]
 
     def _require_all_layers(self) -> None:
         """Models loop over as many layers as their configuration currently says."""
