@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -42,6 +43,20 @@ def logits_of(stack: LayerStack, ids: list[int]) -> torch.Tensor:
     rows = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
     part = Part(0, 0, ids, LAYERS, dd.Plan.full(LAYERS), wanted=len(ids))
     return BlockRunner(stack, rows, Repairs()).run([part]).logits
+
+
+def logits_in_passes(stack: LayerStack, ids: list[int], widths: list[int]) -> torch.Tensor:
+    """The same from passes of these widths, one after the other, as far as there are tokens."""
+    rows = KVBlocks.of_rows(stack.kept_shapes(), [[len(ids)] * LAYERS])
+    runner = BlockRunner(stack, rows, Repairs())
+    found: list[torch.Tensor] = []
+    at = 0
+    for width in widths:
+        tokens = ids[at : at + width]
+        if tokens:
+            found.append(runner.run([Part(0, at, tokens, LAYERS, dd.Plan.full(LAYERS), wanted=len(tokens))]).logits)
+        at += len(tokens)
+    return torch.cat(found)
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +124,46 @@ def test_few_bits_in_every_mode(setting: str, count: int) -> None:
     reference = dd.Engine(rounded_copy(model, setting), plan=plan, fast=False)
     for mode in ("full", "decay", "lossless"):
         assert tokens(ours, PROMPTS[:count], mode) == tokens(reference, PROMPTS[:count], mode)
+
+
+@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("setting", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_the_same_bits_in_passes_of_any_width(architecture: str, setting: str, dtype: torch.dtype) -> None:
+    """Drafts and neighbours change no answer, because they change no bit."""
+    stack = open_stack(tiny_model(architecture).to(dtype), quantize=setting, fast=True)
+    assert isinstance(stack, CompiledLayerStack)
+    ids = [(7 * place) % 61 + 1 for place in range(48)]
+    longest = len(ids) if stack.is_rounded else FEW_TOKENS[dtype]
+    expected = logits_in_passes(stack, ids, [1] * len(ids))
+    random = Random(0)
+    mixed = [random.randint(1, 9) for _ in ids]
+    for widths in [[width] * len(ids) for width in (2, 3, 4, 5, 7, 8, 9, 15, 16, longest)] + [mixed]:
+        assert torch.equal(logits_in_passes(stack, ids, widths), expected), widths[0]
+
+
+@pytest.mark.parametrize("setting", ["int8", "int4"])
+def test_logits_have_the_same_bits_in_any_company(setting: str) -> None:
+    stack = open_stack(tiny_model("qwen3"), quantize=setting)
+    plan = dd.Plan.full(LAYERS)
+    rows = KVBlocks.of_rows(stack.kept_shapes(), [[len(prompt) + 1] * LAYERS for prompt in PROMPTS])
+    runner = BlockRunner(stack, rows, Repairs())
+    parts = [Part(slot, 0, prompt, LAYERS, plan) for slot, prompt in enumerate(PROMPTS)]
+    together = torch.cat([runner.run(parts[1:]).logits, runner.run(parts[:1]).logits])
+    alone = [logits_of(stack, prompt)[-1:] for prompt in [*PROMPTS[1:], PROMPTS[0]]]
+    assert torch.equal(together, torch.cat(alone))
+    assert runner.inexact is None
+
+
+def test_results_say_that_they_are_exact() -> None:
+    model = tiny_model("llama")
+    for quantize, prompts in (("none", PROMPTS[:1]), ("int4", PROMPTS[:1]), ("int4", PROMPTS)):
+        engine = dd.Engine(model, quantize=quantize)
+        for mode in ("full", "lossless"):
+            results = engine.generate(prompts, 4, mode=mode, **GREEDY)
+            assert [(result.exact, result.inexact_because) for result in results] == [(True, None)] * len(prompts)
+    (first, _, _) = dd.Engine(model).generate(PROMPTS, 4, mode="lossless", **GREEDY)
+    assert first.exact is None  # a long pass over several texts would be torch's
 
 
 @pytest.mark.parametrize("setting", ["int8", "int4"])

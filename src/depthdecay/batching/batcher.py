@@ -12,7 +12,7 @@ import torch
 
 from depthdecay.batching.admission import Admission
 from depthdecay.batching.drafting import BatchDrafting
-from depthdecay.batching.exact_rows import ROWS_PICKED, exact_layers, prove_exact
+from depthdecay.batching.exact_rows import ROWS_PICKED, prove_exact, require_exact
 from depthdecay.batching.logprobs import Logprobs, logprobs_of
 from depthdecay.batching.new_rows import Intake
 from depthdecay.batching.prompt_reading import PROMPT_ROWS, read_exactly, read_in_own_passes, read_within_step
@@ -106,7 +106,8 @@ class Batcher:
         self.engine = engine
         self.stack = engine.stack
         self.settings = settings or BatchSettings()
-        exact = exact_layers(engine) if self.settings.exact else None
+        if self.settings.exact:
+            require_exact(engine)
         self.clock = clock
         limit = self.stack.context_limit() or DEFAULT_POSITIONS
         self.max_positions = min(limit, self.settings.max_positions or limit)
@@ -121,8 +122,8 @@ class Batcher:
         self.blocks = KVBlocks.within(shapes, self.settings.max_batch, self.max_positions, wanted)
         self.repairs = engine.repairs.placed(self.stack.examples())
         self.runner = BlockRunner(self.stack, self.blocks, self.repairs)
-        if exact is not None:
-            self.runner.use_exact_graphs(exact, self.settings.max_batch + PROMPT_ROWS)
+        if engine.uses_graphs and self.settings.exact and engine.compiled is not None:
+            self.runner.use_exact_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         elif engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         placed = engine.head_for_rows()
@@ -135,7 +136,7 @@ class Batcher:
         self.pace = self.admission.pace
         self.rows: list[BatchRow] = []
         self.counters = Counters()
-        if exact is not None:
+        if self.settings.exact:
             prove_exact(self)
 
     @property
@@ -416,7 +417,7 @@ class Batcher:
         if row.row.finished:
             text += row.row.finish_text()
             result.seconds, result.prefill_seconds = now - row.submitted, row.first_token - row.submitted
-            if self.engine.uses_graphs:
+            if self.engine.uses_graphs or self.inexact is None:
                 result.exact, result.inexact_because = self.inexact is None, self.inexact
             self._leave(row)
             return replace(told, text=text, finished=True, result=result)

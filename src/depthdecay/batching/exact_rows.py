@@ -1,8 +1,9 @@
 """Batch-invariant answers: what they need, and a trial that checks them.
 
-In an exact batch, kernels sum in an order that does not depend on the other rows (`cuda/exact_layer_graphs`), prompts
-are split into pieces by their own length alone (`batching/prompt_reading`), and logits are processed in groups of a
-fixed size (`engine/sampling`).
+In an exact batch, kernels sum in an order that does not depend on the other rows. On CUDA these are the graphs of
+`cuda/exact_layer_graphs`, and prompts are split into pieces by their own length alone (`batching/prompt_reading`). On a
+CPU it is the compiled call that runs all passes of a quantized model (`cpu/compiled_rows`). Logits are processed in
+groups of a fixed size (`engine/sampling`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from depthdecay.batching.row import from_the_start
+from depthdecay.cpu.compiled_stack import CompiledLayerStack
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.runners.block_runner import MOST_IN_STEPS
@@ -20,24 +22,27 @@ from depthdecay.runners.contract import Part
 
 if TYPE_CHECKING:
     from depthdecay.batching.batcher import Batcher
-    from depthdecay.cuda.compiled_layers import CompiledLayers
 
 ROWS_PICKED = 8  # rows whose logits are processed together
+_TOKENS_COMPARED = 48  # of a text, where no graphs say how many rows a pass has
 
 
-def exact_layers(engine: Engine) -> CompiledLayers:
-    """The compiled layers for exact rows. Raises where exactness cannot be guaranteed, before compiling anything."""
+def require_exact(engine: Engine) -> None:
+    """Raise where exactness cannot be guaranteed, before anything is compiled."""
     reason = why_inexact(engine)
-    if reason is not None or engine.compiled is None:
+    if reason is not None:
         raise DepthDecayError(f"answers cannot be exact here: {reason}")
-    layers: CompiledLayers = engine.compiled
-    return layers
 
 
 def why_inexact(engine: Engine) -> str | None:
     """Why this model cannot be batch-invariant here; None where our kernels can run it."""
+    if isinstance(engine.stack, CompiledLayerStack) and engine.stack.is_rounded:
+        return None
     if not engine.uses_graphs:
-        return f"only our CUDA kernels guarantee that, in CUDA graphs, and this model runs eagerly on {engine.device}"
+        return (
+            "only our kernels guarantee that, in graphs on CUDA and with quantized weights on a CPU, "
+            f"and this model runs in another way on {engine.device}"
+        )
     from depthdecay.cuda.exactness import UNCOMPILED
 
     if engine.compiled is None:
@@ -62,8 +67,8 @@ def _same_bits(batcher: Batcher, depth: int) -> bool:
     blocks, plan, layers = batcher.blocks, batcher.engine.drafting_plan, batcher.stack.num_layers
     vocabulary = batcher.stack.model.get_input_embeddings().weight.shape[0]
     graphs = batcher.runner.graphs
-    assert graphs is not None
-    tokens = min(graphs.rows // 2, MOST_IN_STEPS, batcher.max_positions)  # the other half is for the other text
+    together = _TOKENS_COMPARED if graphs is None else graphs.rows // 2  # the other half is for the other text
+    tokens = min(together, MOST_IN_STEPS, batcher.max_positions)
     while not blocks.can_hold(needs := from_the_start(blocks.needs(batcher.engine.full_plan, tokens, 1))):
         tokens //= 2
     text, other = ([number * step % vocabulary for number in range(tokens)] for step in (31, 17))

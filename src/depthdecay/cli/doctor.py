@@ -144,8 +144,7 @@ def _model(options: opt.ModelOptions, quiet: bool) -> Iterator[Finding]:
     name = type(stack.model).__name__
     yield Finding("note", "model", f"{loaded.name}: {name}, {stack.num_layers} layers, {dtype} on {device}")
     yield _on_cuda(stack) if device.type == "cuda" else _on_cpu(stack)
-    if device.type == "cuda":
-        yield _exact(stack)
+    yield _exact(stack) if device.type == "cuda" else _exact_on_cpu(stack)
     shipped = shipped_plan(loaded.name)
     if shipped is None:
         words = "none is shipped for this model; `depthdecay calibrate` makes one, with `--lossless` a drafter"
@@ -155,15 +154,26 @@ def _model(options: opt.ModelOptions, quiet: bool) -> Iterator[Finding]:
 
 
 def _on_cpu(stack: LayerStack) -> Finding:
+    reason = _why_not_compiled(stack)
+    if reason is None:
+        return Finding("fast", "compiled passes", "this architecture is supported")
+    return Finding("slow", "compiled passes", f"{reason}; the model's own forward is used")
+
+
+def _exact_on_cpu(stack: LayerStack) -> Finding:
+    if _why_not_compiled(stack) is None:
+        return Finding("fast", "bitwise lossless", "one text at a time, and with quantized weights in any batch")
+    return Finding("note", "lossless up to near-ties", "passes are not compiled")
+
+
+def _why_not_compiled(stack: LayerStack) -> str | None:
     from depthdecay.cpu.supported_models import OtherForm, form_of, hooked
 
     try:
         form_of(stack)
     except OtherForm as reason:
-        return Finding("slow", "compiled passes", f"{reason}; the model's own forward is used")
-    if hooked(stack):
-        return Finding("slow", "compiled passes", "the model has hooks or a patched forward")
-    return Finding("fast", "compiled passes", "this architecture is supported")
+        return str(reason)
+    return "the model has hooks or a patched forward" if hooked(stack) else None
 
 
 def _on_cuda(stack: LayerStack) -> Finding:

@@ -45,7 +45,7 @@ def serve(
         bool,
         _server(
             "--exact",
-            help="Batch-invariant answers, bitwise the same as alone; refused where our CUDA kernels cannot do it.",
+            help="Batch-invariant answers, bitwise the same as alone; refused where our kernels cannot do it.",
         ),
     ] = False,
     max_batch: Annotated[int, _limit(help="Sequences decoded together.")] = 32,

@@ -42,6 +42,15 @@ class CompiledRows:
         """Whether passes over so many tokens run here. Quantized ones always do: only this pass can read them."""
         return tokens <= self.most or self.stack.is_rounded
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether results are batch-invariant. The compiled call sums in the same order for any number of tokens.
+
+        Without quantization torch takes over in long passes, and only those of several texts depend on what else is in
+        them: a single one has its prompt, the same in every mode, and windows after it.
+        """
+        return self.stack.is_rounded or self.blocks.table.shape[1] == 1
+
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)

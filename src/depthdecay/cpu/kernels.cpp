@@ -186,32 +186,45 @@ constexpr int64_t bytes_of(int kind) {  // per group of 16 rows by 32 columns
     return kind == INT4 ? 320 : kind == INT5 ? 352 : 544;
 }
 
-// Independent accumulators: a single one would be bound by the latency of additions.
-template <int T>
-constexpr int CHAINS = T == 1 ? 4 : T <= 4 ? 2 : 1;
+// Independent accumulators: a single one would be bound by the latency of additions. As many for every T, so that a
+// token's sums do not depend on how many tokens share the reading of a weight.
+constexpr int CHAINS = 2;
+
+// Keeps a loaded vector in its register. Otherwise the compiler loads it again for each of its shifts, and loads, with
+// those of x, are what several tokens are bound by.
+template <class V>
+inline void hold(V& value) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(value));
+#else
+    (void)value;
+#endif
+}
 
 // Bits go to the top of the mantissa, giving 1 + q / 16: and-or instead of a conversion. `sums` corrects for the 1.
 template <int T>
-inline void block_int4(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+inline void block_int4(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS]) {
 #pragma GCC unroll 4
     for (int word = 0; word < 4; ++word) {
         U packed = load<U>(data + 64 * word);
+        hold(packed);
 #pragma GCC unroll 8
         for (int place = 0; place < 8; ++place) {
             U moved = place < 5 ? packed << (19 - 4 * place) : packed >> (4 * place - 19);
             F weight = as_float((moved & 0x780000u) | 0x3f800000u);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][8 * word + place];
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS] += weight * x[t][8 * word + place];
         }
     }
 }
 
 template <int T>
-inline void block_int5(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+inline void block_int5(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS]) {
     U high = load<U>(data + 256);  // the fifth bits: column k is bit k
 #pragma GCC unroll 4
     for (int word = 0; word < 4; ++word) {
         U packed = load<U>(data + 64 * word);
+        hold(packed);
 #pragma GCC unroll 8
         for (int place = 0; place < 8; ++place) {
             int k = 8 * word + place;
@@ -219,22 +232,23 @@ inline void block_int5(const uint8_t* data, const float* const (&x)[T], F (&sum)
             U fifth = k < 23 ? high << (22 - k) : high >> (k - 22);
             F weight = as_float((moved & 0x3c0000u) | (fifth & 0x400000u) | 0x3f800000u);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][k];
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS] += weight * x[t][k];
         }
     }
 }
 
 template <int T>
-inline void block_int8(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS<T>]) {
+inline void block_int8(const uint8_t* data, const float* const (&x)[T], F (&sum)[T][CHAINS]) {
 #pragma GCC unroll 8
     for (int word = 0; word < 8; ++word) {
         U packed = load<U>(data + 64 * word);
+        hold(packed);
 #pragma GCC unroll 4
         for (int place = 0; place < 4; ++place) {
             U moved = place < 2 ? packed << (15 - 8 * place) : packed >> (8 * place - 15);
             F weight = as_float((moved & 0x7f8000u) | 0x3f800000u);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[t][place % CHAINS<T>] += weight * x[t][4 * word + place];
+            for (int t = 0; t < T; ++t) sum[t][place % CHAINS] += weight * x[t][4 * word + place];
         }
     }
 }
@@ -247,10 +261,10 @@ void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t tok
     for (int t = 0; t < T; ++t) total[t] = F{};
     for (int64_t block = 0; block < blocks; ++block, data += bytes_of(KIND)) {
         const float* x[T];
-        F sums[T][CHAINS<T>];
+        F sums[T][CHAINS];
         for (int t = 0; t < T; ++t) {
             x[t] = in.x + (token + t) * in.stride + block * BLOCK;
-            for (int c = 0; c < CHAINS<T>; ++c) sums[t][c] = F{};
+            for (int c = 0; c < CHAINS; ++c) sums[t][c] = F{};
         }
         __builtin_prefetch(data + 2048);
         __builtin_prefetch(data + 2048 + 64);
@@ -273,7 +287,7 @@ void packed_group(const Matrix& m, int64_t group, const Vectors& in, int64_t tok
         }
         for (int t = 0; t < T; ++t) {
             F sum = sums[t][0];
-            for (int c = 1; c < CHAINS<T>; ++c) sum += sums[t][c];
+            for (int c = 1; c < CHAINS; ++c) sum += sums[t][c];
             total[t] += scale * sum;
             total[t] += offset * in.sums[(token + t) * in.sums_stride + block];
         }
@@ -381,19 +395,29 @@ void in_tiles(int64_t tokens, Work work) {
 
 class Team {
   public:
-    // Dynamic scheduling: on a machine with other load, threads are not equally fast.
+    // Each thread works through a share of its own, piece after piece: memory is read fastest as one long stream. On a
+    // machine with other load threads are not equally fast, so whoever is done continues where another one is.
     template <class Work>
     void share(int64_t pieces, Work work) {
         const int64_t chunk = std::max<int64_t>(1, pieces / (threads_ * CHUNKS));
-        for (int64_t start; (start = next_.fetch_add(chunk, std::memory_order_relaxed)) < pieces;)
-            for (int64_t piece = start; piece < std::min(start + chunk, pieces); ++piece) work(piece);
+        const uint32_t phase = generation_.load(std::memory_order_relaxed) & 1;
+        for (int64_t turn = 0; turn < threads_; ++turn) {
+            const int64_t whose = (thread_ + turn) % threads_;
+            const int64_t first = pieces * whose / threads_, last = pieces * (whose + 1) / threads_;
+            std::atomic<int64_t>& taken = taken_[whose].by_phase[phase];
+            for (int64_t start; (start = first + taken.fetch_add(chunk, std::memory_order_relaxed)) < last;)
+                for (int64_t piece = start; piece < std::min(start + chunk, last); ++piece) work(piece);
+        }
+        taken_[thread_].by_phase[1 - phase].store(0, std::memory_order_relaxed);  // nobody is in the next phase yet
         wait_for_all();
     }
 
     template <class Job>
     void run(int64_t threads, Job& job) {
         forget_workers_of_a_parent();
+        if (threads != threads_) taken_ = std::vector<Taken>(threads);
         threads_ = threads;
+        thread_ = 0;
         call_job_ = [](void* context, int64_t thread) { (*static_cast<Job*>(context))(thread); };
         job_ = &job;
         finished_.store(0);
@@ -410,11 +434,16 @@ class Team {
     }
 
   private:
-    static constexpr int64_t CHUNKS = 6;  // per thread and phase, approximately
+    static constexpr int64_t CHUNKS = 16;  // of a thread's share
     // Spinning reacts fastest, but a preempted thread may need the core of the one that spins. So spin only briefly.
     static constexpr int SPINS = 1000;
 
+    struct alignas(64) Taken {
+        std::atomic<int64_t> by_phase[2] = {0, 0};  // pieces of a thread's share, in phases of either parity
+    };
+
     void serve(int64_t thread, uint32_t seen) {
+        thread_ = thread;
         for (;;) {
             for (int spin = 0; call_.load() == seen && spin < SPINS; ++spin) relax();
             call_.wait(seen);
@@ -429,7 +458,6 @@ class Team {
         const uint32_t generation = generation_.load();
         if (arrived_.fetch_add(1) == threads_ - 1) {
             arrived_.store(0);
-            next_.store(0);
             generation_.fetch_add(1);
             generation_.notify_all();
             return;
@@ -447,15 +475,18 @@ class Team {
 
     alignas(64) std::atomic<uint32_t> call_{0};
     alignas(64) std::atomic<int64_t> finished_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int64_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
-    alignas(64) int64_t threads_ = 1;
+    alignas(64) int64_t threads_ = 0;
+    std::vector<Taken> taken_;
     int64_t workers_ = 0;
     long process_ = 0;
     void (*call_job_)(void*, int64_t) = nullptr;
     void* job_ = nullptr;
+    static thread_local int64_t thread_;
 };
+
+thread_local int64_t Team::thread_ = 0;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The pass itself. Every thread runs all of it; every shared phase ends in a barrier.

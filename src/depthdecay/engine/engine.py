@@ -178,8 +178,8 @@ class Engine:
         token ids. Settings default to `generation_config`, then to the model's own: do_sample, temperature, top_k,
         top_p, min_p, repetition_penalty, eos_token_id, …; also seed, stop, chat, logits_processor, stopping_criteria.
         A transformers `streamer` gets the tokens of one prompt; `progress` gets the length of the longest answer after
-        each step. `exact`: on CUDA, answers are batch-invariant, bitwise identical to those of `serve --exact`; raises
-        an error where that is not possible.
+        each step. `exact`: answers are batch-invariant, bitwise identical to those of `serve --exact`; raises an error
+        where that is not possible.
         """
         request = prepare_request(self, [prompts] if isinstance(prompts, str) else prompts, max_new_tokens, settings)
         results = self._new_results(request, self._mode(mode, request))
@@ -468,8 +468,8 @@ class Engine:
             result.cache_bytes = cache_bytes
 
     def _tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
-        """Report whether results are batch-invariant. Only known for graphs, and irrelevant if a plan drops layers."""
-        if not self.uses_graphs or results[0].mode == "decay":
+        """Report whether results are batch-invariant, where that is known. Irrelevant if a plan drops layers."""
+        if results[0].mode == "decay" or (inexact is not None and not self.uses_graphs):
             return
         for result in results:
             result.exact, result.inexact_because = inexact is None, inexact

@@ -36,8 +36,8 @@ class Result:
     layer_passes: int = 0  # layers of all passes with this row, drafts included
     cache_bytes: int = 0  # KV cache of the whole batch
     cache_bytes_saved: int = 0  # compared with equally large caches in every layer
-    # On CUDA: whether results are batch-invariant, that is, bitwise independent of drafts or other texts in the pass.
-    # Then lossless and full answers are the same, whatever else is in the batch. None if unknown. And, if not, why.
+    # Whether results are batch-invariant, that is, bitwise independent of drafts or other texts in the pass. Then
+    # lossless and full answers are the same, whatever else is in the batch. None if unknown. And, if not, why.
     exact: bool | None = None
     inexact_because: str | None = None
 

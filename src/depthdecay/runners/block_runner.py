@@ -62,7 +62,8 @@ class BlockRunner:
     @property
     def inexact(self) -> str | None:
         """Why results may depend on what else is in the pass; None if they are batch-invariant."""
-        return None if self._exact_graphs is not None else INEXACT
+        is_exact = self._exact_graphs is not None if self.compiled is None else self.compiled.is_exact
+        return None if is_exact else INEXACT
 
     @property
     def _exact_graphs(self) -> LayerGraphs | None:
