@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from depthdecay.cpu import kernel_library as native
 from depthdecay.cpu.compiled_stack import CompiledLayerStack
@@ -54,15 +53,16 @@ class CompiledRows:
     @torch.no_grad()
     def run(self, parts: Sequence[Part], ask: Ask = PLAIN) -> Said:
         stack, profile, tokens = self.stack, Profile.of(parts), Tokens.of(parts)
-        ids = torch.tensor(tokens.ids) if ask.fed is None else ask.fed
-        state = nn.functional.embedding(ids, stack.form.embedding.weight).float()
-        cosine, sine = stack.angles_at(tokens.positions)
+        ids = torch.tensor(tokens.ids) if ask.fed is None else ask.fed.contiguous()
+        state = torch.empty((len(ids), stack.form.embedding.embedding_dim))
+        cosine, sine = stack.angles_up_to(max(tokens.positions))
         model = stack.weights if ask.short is None else stack.shortened(ask.short)
         logits = torch.empty((len(tokens.wanted), model.head.rows))
         numbers = ctypes.c_int64 * len(tokens.ids)
         arguments = native.Pass(
             tokens=len(tokens.ids),
             batch=self.blocks.table.shape[1],
+            ids=ids.data_ptr(),
             row=numbers(*tokens.slots),
             column=numbers(*tokens.positions),
             cosine=cosine.data_ptr(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,19 +85,14 @@ class CompiledLayerStack(LayerStack):
             self._maps[key] = (maps, made, repairs)  # the last two keep the pointed-to tensors alive
         return self._maps[key][0]
 
-    def angles_at(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine per token, (tokens, head size), from a table that the model's rotary embedding fills."""
-        last = max(positions)
+    def angles_up_to(self, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotary embedding's cosine and sine by position, (positions, head size), up to and with `last`."""
         if self._angles is None or last >= self._angles[0].shape[0]:
             known = max(512, 1 << last.bit_length())
             places = torch.arange(known).unsqueeze(0)
             cosine, sine = self.form.angles(torch.empty(0, dtype=torch.float32), places)
             self._angles = cosine[0].contiguous(), sine[0].contiguous()
-        cosine, sine = self._angles
-        if len(positions) == 1:
-            return cosine[last], sine[last]
-        chosen = torch.tensor(positions)
-        return cosine[chosen], sine[chosen]
+        return self._angles
 
     def _read_weights(self) -> None:
         """Build the table of weight pointers. Norms and biases are small: 16-bit ones are widened to float32 here."""
@@ -136,6 +130,7 @@ class CompiledLayerStack(LayerStack):
             layer=table,
             final_norm=floats(getattr(form.final_norm, "weight", None)),
             head=matrix("head", form.head),
+            embedding=float_matrix(form.embedding.weight.detach()),
         )
 
     def layer_bytes(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from depthdecay.errors import one_line
@@ -61,6 +61,7 @@ class ModelStruct(Structure):
         ("layer", POINTER(Layer)),
         ("final_norm", c_void_p),
         ("head", Matrix),
+        ("embedding", Matrix),
         ("join", Matrix),
         ("beside_norm", c_void_p),
     ]
@@ -70,6 +71,7 @@ class Pass(Structure):
     _fields_ = [
         ("tokens", c_int64),
         ("batch", c_int64),
+        ("ids", c_void_p),
         *((name, POINTER(c_int64)) for name in ("row", "column")),
         *((name, c_void_p) for name in ("cosine", "sine", "state")),
         ("keys", POINTER(c_void_p)),
@@ -84,10 +86,34 @@ class Pass(Structure):
         ("wanted", POINTER(c_int64)),
         ("logits_wanted", c_int64),
         ("logits", c_void_p),
+        ("best", POINTER(c_int64)),
+        ("share", POINTER(c_float)),
         ("threads", c_int64),
         ("beside", c_void_p),
         ("joined", c_void_p),
         ("saved", POINTER(c_void_p)),
+    ]
+
+
+class WindowStruct(Structure):
+    _fields_ = [
+        *((name, POINTER(ModelStruct)) for name in ("model", "head")),
+        *((name, POINTER(Pass)) for name in ("verification", "read")),
+        *((name, POINTER(c_int64)) for name in ("ids", "columns", "read_columns", "running")),
+        ("segment", POINTER(Segment)),
+        ("vocabulary", c_void_p),
+        *((name, c_int64) for name in ("length", "given", "most")),
+        ("unread", POINTER(c_int64)),
+        *((name, c_int64) for name in ("unread_count", "unread_room", "read_count")),
+        ("unread_states", c_void_p),
+        ("states", POINTER(c_int64)),
+        ("states_count", c_int64),
+        *((name, POINTER(c_float)) for name in ("bounds", "likelihoods")),
+        ("bounds_count", c_int64),
+        *((name, c_float) for name in ("next_pays_above", "verified_above")),
+        *((name, c_int64) for name in ("drafted", "verified", "accepted")),
+        ("shares", POINTER(c_float)),
+        *((name, c_double) for name in ("draft_seconds", "verify_seconds")),
     ]
 
 
@@ -102,11 +128,17 @@ class Library:
             sizes = code.depthdecay_sizes()
             code.depthdecay_pass.argtypes = [POINTER(ModelStruct), POINTER(Pass)]
             code.depthdecay_pass.restype = c_int64
+            code.depthdecay_window.argtypes = [POINTER(WindowStruct)]
+            code.depthdecay_window.restype = None
         except (OSError, AttributeError) as error:
             raise Unavailable(f"the compiled pass cannot be loaded: {one_line(error)}") from error
-        if sizes != ctypes.sizeof(ModelStruct) * 1000000 + ctypes.sizeof(Layer) * 1000 + ctypes.sizeof(Pass):
+        expected = 0
+        for structure in (ModelStruct, Layer, Pass, WindowStruct):
+            expected = expected * 1000 + ctypes.sizeof(structure)
+        if sizes != expected:
             raise Unavailable("the compiled pass has a different struct layout")
         self.run = code.depthdecay_pass
+        self.run_window = code.depthdecay_window
 
 
 _loaded: list[Library] = []  # at most one per process

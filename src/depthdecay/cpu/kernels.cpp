@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -66,6 +67,7 @@ struct Model {
     const Layer* layer;
     const float* final_norm;
     Matrix head;
+    Matrix embedding;          // a row of floats for each token
     Matrix join;               // a draft head's: makes its state from the model's states; or without data
     const float* beside_norm;  // of `beside`, if there is any
 };
@@ -77,8 +79,9 @@ struct Segment {  // tokens of one depth
 
 struct Pass {
     int64_t tokens, batch;
+    const int64_t* ids;                   // tokens to embed, into `beside` or else `state`; null if that is done
     const int64_t *row, *column;          // of each token: its text, and its position in it
-    const float *cosine, *sine;           // (tokens, head_size)
+    const float *cosine, *sine;           // by position: (positions, head_size)
     float* state;                         // (tokens, hidden): embeddings in, hidden states after the last layer out
     void* const* keys;                    // by layer: (place, heads, head_size)
     void* const* values;
@@ -91,10 +94,39 @@ struct Pass {
     const int64_t* wanted;  // tokens whose logits are requested
     int64_t logits_wanted;
     float* logits;  // (logits_wanted, vocabulary)
+    int64_t* best;  // for each row of logits, the place of the first of the highest; or null
+    float* share;   // and its share of the softmax; or null
     int64_t threads;
-    const float* beside;  // (tokens, hidden): normalized and concatenated before the normalized state for q, k and v; or null
+    float* beside;  // (tokens, hidden): normalized and concatenated before the normalized state for q, k and v; or null
     const float* joined;  // (tokens, join.columns): the states that `join` makes `state` from; or null
     float* const* saved;  // by layer: where a copy of the state after it goes, (tokens, hidden), or null; or null for all
+};
+
+// A window of lossless decoding in one call: a draft head's drafts, their verification, and what of them is right.
+struct Window {
+    const Model *model, *head;  // the head may be null: then all drafts are given
+    Pass *verification, *read;  // of one text; their numbers of tokens, and what goes with those, are set here
+    int64_t *ids, *columns, *read_columns, *running;  // what the two point to, with room for a window
+    Segment* segment;
+    const int64_t* vocabulary;  // the token of each of the head's logits
+    int64_t length;             // verified positions before ids[0], which the drafts follow
+    int64_t given, most;        // drafts that are in `ids` already, and how many more the head may add
+
+    // Verified tokens that the head has not run, ids[0] being the last, and the model's states before each of them.
+    int64_t *unread, unread_count, unread_room, read_count;
+    float* unread_states;
+    const int64_t* states;  // the layers that these are saved after
+    int64_t states_count;
+
+    // How likely drafts are right, by their share of the softmax. Drafting ends where the next one is not worth its time,
+    // and drafts that are not worth verifying are left out.
+    const float *bounds, *likelihoods;
+    int64_t bounds_count;
+    float next_pays_above, verified_above;
+
+    int64_t drafted, verified, accepted;  // found here, as is what follows
+    float* shares;                        // of each draft
+    double draft_seconds, verify_seconds;
 };
 
 }  // extern "C"
@@ -554,6 +586,7 @@ class Decoding {
         attended_ = Scratch::at_least(scratch.attended, n * heads_size_);
         middle_ = Scratch::at_least(scratch.middle, n * neurons);
         low_ = Scratch::at_least(scratch.low, n * rank);
+        embed();
         find_runs(scratch.runs);
         scores_ = Scratch::at_least(scratch.scores, threads * most_scores());
     }
@@ -584,6 +617,21 @@ class Decoding {
     int64_t executed() const { return executed_; }
 
   private:
+    void embed() const {
+        if (pass_.ids == nullptr) return;
+        float* to = pass_.beside == nullptr ? pass_.state : pass_.beside;
+        const Matrix& table = model_.embedding;
+        const int64_t columns = table.columns;
+        for (int64_t token = 0; token < pass_.tokens; ++token, to += columns) {
+            if (table.kind == FLOAT32) {
+                std::memcpy(to, table.data + 4 * columns * pass_.ids[token], 4 * columns);
+                continue;
+            }
+            const uint8_t* from = table.data + 2 * columns * pass_.ids[token];
+            for (int64_t i = 0; i < columns; ++i) to[i] = from_bfloat16(load<uint16_t>(from + 2 * i));
+        }
+    }
+
     void join(int64_t thread) {
         const Matrix* const one[1] = {&model_.join};
         Vectors x = as_they_are(thread, pass_.joined, model_.join.columns, is_packed(model_.join), pass_.tokens);
@@ -656,6 +704,26 @@ class Decoding {
         products<1>(team_, head, x, n, [&](int, int64_t token, int64_t row, int64_t count, const F& values) {
             std::memcpy(pass_.logits + token * model_.head.rows + row, &values, count * sizeof(float));
         });
+        if (pass_.best != nullptr) team_.share(n, [&](int64_t token) { choose(token); });
+    }
+
+    void choose(int64_t token) {
+        const float* logits = pass_.logits + token * model_.head.rows;
+        const int64_t count = model_.head.rows, whole = count / LANES * LANES;
+        F highest = splat(logits[0]);
+        for (int64_t i = 0; i < whole; i += LANES) {
+            F values = load<F>(logits + i);
+            highest = values > highest ? values : highest;
+        }
+        float best = *std::max_element(logits + whole - (whole == count), logits + count);
+        for (int lane = 0; lane < LANES; ++lane) best = std::max(best, highest[lane]);
+        pass_.best[token] = std::min<int64_t>(std::find(logits, logits + count, best) - logits, count - 1);
+        if (pass_.share == nullptr) return;
+        F total = F{};
+        for (int64_t i = 0; i < whole; i += LANES) total += exponential(load<F>(logits + i) - best);
+        float rest = 0;
+        for (int64_t i = whole; i < count; ++i) rest += std::exp(logits[i] - best);
+        pass_.share[token] = 1.0f / (sum(total) + rest);
     }
 
     // RMSNorm of the states, times the norm's weight, preceded by that of `beside` if given.
@@ -740,7 +808,8 @@ class Decoding {
             const float scale = 1.0f / std::sqrt(total / size + model_.epsilon);
             for (int64_t i = 0; i < size; ++i) head[i] = norm[i] * (head[i] * scale);
         }
-        const float *cosine = pass_.cosine + token * size, *sine = pass_.sine + token * size;
+        const int64_t at = pass_.column[token] * size;
+        const float *cosine = pass_.cosine + at, *sine = pass_.sine + at;
         for (int64_t i = 0; i < half; ++i) {
             const float low = head[i], high = head[i + half];
             head[i] = low * cosine[i] - high * sine[i];
@@ -938,6 +1007,111 @@ Everyone& everyone() {
     return only;
 }
 
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The parts of a window, each a pass.
+class Windowed {
+  public:
+    Windowed(Window& window, Everyone& all) : window_(window), all_(all) {}
+
+    void run() {
+        if (window_.most > 0 && window_.unread_count > BACKLOG) read(window_.unread_count - 1, false);
+        const double begun = now();
+        draft();
+        const double drafted = now();
+        verify();
+        window_.draft_seconds = drafted - begun;
+        window_.verify_seconds = now() - drafted;
+        if (window_.head != nullptr) take();
+    }
+
+  private:
+    // Verified tokens to read before a draft, beyond which they follow a pause and say nothing about the time of drafts.
+    static constexpr int64_t BACKLOG = 6;
+
+    // Drafts follow one another while they are likely enough to be right, all together.
+    void draft() {
+        Window& w = window_;
+        w.drafted = w.verified = w.given;
+        if (w.most == 0) return;
+        float likely = 1.0f;
+        read(w.unread_count, true);
+        for (;;) {
+            const float share = *w.read->share;
+            likely *= w.likelihoods[std::upper_bound(w.bounds, w.bounds + w.bounds_count, share) - w.bounds];
+            w.shares[w.drafted] = share;
+            w.ids[++w.drafted] = w.vocabulary[*w.read->best];
+            if (likely > w.verified_above) w.verified = w.drafted;
+            if (w.drafted == w.given + w.most || likely <= w.next_pays_above) return;
+            pass_of_head(w.ids + w.drafted, 1, nullptr, w.read_count + w.drafted - w.given - 1, true);
+        }
+    }
+
+    // Runs the head on the first unread tokens for good.
+    void read(int64_t count, bool wants_logits) {
+        Window& w = window_;
+        const int64_t width = w.head->join.columns;
+        pass_of_head(w.unread, count, w.unread_states, w.read_count, wants_logits);
+        w.read_count += count;
+        w.unread_count -= count;
+        std::memmove(w.unread, w.unread + count, w.unread_count * sizeof *w.unread);
+        std::memmove(w.unread_states, w.unread_states + count * width, w.unread_count * width * sizeof(float));
+    }
+
+    // The state of the last token is left in the first row, where the pass after the next draft expects it.
+    void pass_of_head(const int64_t* ids, int64_t count, const float* joined, int64_t position, bool wants_logits) {
+        Window& w = window_;
+        Pass& pass = *w.read;
+        int64_t running = count;
+        const int64_t last = count - 1;
+        const Map* none = nullptr;
+        const Segment whole = {0, count, &none};
+        for (int64_t i = 0; i < count; ++i) w.read_columns[i] = position + i;
+        pass.tokens = count;
+        pass.ids = ids;
+        pass.joined = joined;
+        pass.running = &running;
+        pass.segment = &whole;
+        pass.wanted = &last;
+        pass.logits_wanted = wants_logits;
+        Decoding decoding(*w.head, pass, all_.team, all_.scratch);
+        all_.team.run(pass.threads, decoding);
+        std::memmove(pass.state, pass.state + last * w.head->hidden, w.head->hidden * sizeof(float));
+    }
+
+    void verify() {
+        Window& w = window_;
+        Pass& pass = *w.verification;
+        const int64_t tokens = w.verified + 1;
+        for (int64_t i = 0; i < tokens; ++i) w.columns[i] = w.length + i;
+        std::fill_n(w.running, w.model->layers, tokens);
+        w.segment->count = pass.tokens = pass.logits_wanted = tokens;
+        Decoding decoding(*w.model, pass, all_.team, all_.scratch);
+        all_.team.run(pass.threads, decoding);
+        w.accepted = 0;
+        while (w.accepted < w.verified && w.ids[w.accepted + 1] == pass.best[w.accepted]) ++w.accepted;
+    }
+
+    // What is right has been verified, and is the head's to read.
+    void take() {
+        Window& w = window_;
+        const Pass& pass = *w.verification;
+        const int64_t kept = w.accepted + 1, hidden = w.model->hidden;
+        if (w.unread_count + kept > w.unread_room) read(w.unread_count, false);
+        for (int64_t i = 0; i < kept; ++i) {
+            w.unread[w.unread_count] = pass.best[i];
+            float* to = w.unread_states + w.unread_count++ * w.head->join.columns;
+            for (int64_t k = 0; k < w.states_count; ++k)
+                std::memcpy(to + k * hidden, pass.saved[w.states[k]] + i * hidden, hidden * sizeof(float));
+        }
+    }
+
+    Window& window_;
+    Everyone& all_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -951,7 +1125,15 @@ int64_t depthdecay_pass(const Model* model, const Pass* pass) {
     return decoding.executed();
 }
 
+void depthdecay_window(Window* window) {
+    Everyone& all = everyone();
+    std::lock_guard<std::mutex> lock(all.alone);
+    Windowed(*window, all).run();
+}
+
 // Checked on load: if Python's struct layout differed, arguments would be garbage.
-int64_t depthdecay_sizes() { return sizeof(Model) * 1000000 + sizeof(Layer) * 1000 + sizeof(Pass); }
+int64_t depthdecay_sizes() {
+    return ((sizeof(Model) * 1000 + sizeof(Layer)) * 1000 + sizeof(Pass)) * 1000 + sizeof(Window);
+}
 
 }  // extern "C"

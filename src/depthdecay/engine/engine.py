@@ -37,6 +37,7 @@ from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.keyed_noise import sequence_keys
 from depthdecay.runners.kv_blocks import KVBlocks
+from depthdecay.speculative.compiled_lane import CompiledLane
 from depthdecay.speculative.draft_head import DraftHead, head_of, portable_head_of
 from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
 from depthdecay.speculative.drafters import Lane
@@ -407,7 +408,8 @@ class Engine:
 
     def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:
         head, short = self._placed_head, self._short_head
-        return HostLane(runner, self.drafting_plan, sampler, short, head, drafting.pace, len(prompt))
+        kind = CompiledLane if CompiledLane.supports(runner, sampler, head) else HostLane
+        return kind(runner, self.drafting_plan, sampler, short, head, drafting.pace, len(prompt))
 
     def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
         """A runner for one text, with room for a window after it."""

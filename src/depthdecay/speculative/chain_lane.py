@@ -21,7 +21,8 @@ from depthdecay.runners.contract import PLAIN, Ask, Part
 from depthdecay.speculative.accept import count_right_on_device
 from depthdecay.speculative.chain_head import ChainHead
 from depthdecay.speculative.chain_pick import ChainPick
-from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace
+from depthdecay.speculative.drafters import Done
+from depthdecay.speculative.expected_gain import LEARNED, LONGEST, Pace, TrackRecord
 from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import ShortHead, product
 
@@ -203,6 +204,9 @@ class Chain:
                 self.pace.takes_to_draft(depth, seconds)
         self.passes.graphs.by_key[key].graph.replay()
         self._arrivals[step:] = [self._now()]
+
+    def whole_window(self, record: TrackRecord, limit: int) -> Done | None:
+        return None
 
     def confidence(self, step: int) -> float:
         arrival = self._arrivals[step]

@@ -50,6 +50,7 @@ class CompiledHead(PlacedHead):
             final_norm=self._floats(head.norm.weight),
             head=self._matrix(self.weight, bias, bits=8),
             # In the same call: torch's own product would leave its threads spinning on the cores that passes need.
+            embedding=float_matrix(self.embedding.weight.detach()),
             join=self._matrix(head.fc.weight, bits=8),
             beside_norm=self._floats(head.token_norm.weight),
         )
@@ -72,12 +73,12 @@ class CompiledHead(PlacedHead):
     def text(self, first_layers: FirstLayers | None = None) -> CompiledHeadText:
         return CompiledHeadText(self)
 
-    def angles(self, position: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine for consecutive positions, (tokens, head size), from a table that grows as needed."""
+    def angles(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine by place in the cache, which has no position 0: (places, head size), up to a position."""
         if end > len(self._angles[0]):
             self._angles = self._angles_up_to(end)
         cosine, sine = self._angles
-        return cosine[position:end], sine[position:end]
+        return cosine[1:], sine[1:]
 
     def _angles_up_to(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(max(512, 1 << end.bit_length()))[None]
@@ -134,7 +135,7 @@ class CompiledHeadText(HeadText):
         assert self.keys is not None
         assert self.values is not None
         beside = given[0].float().contiguous()
-        cosine, sine = placed.angles(position, end)
+        cosine, sine = placed.angles(end)
         logits = torch.empty((1 if wants_logits else 0, len(self.head.vocabulary)))
         numbers = ctypes.c_int64 * count
         whole = native.Segment(0, count, placed._no_maps)

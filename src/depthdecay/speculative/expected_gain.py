@@ -206,6 +206,10 @@ class TrackRecord:
         """The acceptance rate of drafts with this confidence."""
         return self._by_confidence[bisect_right(CONFIDENCES, confidence)].value
 
+    def likelihoods(self) -> list[float]:
+        """The same for each range of confidence."""
+        return [share.value for share in self._by_confidence]
+
     def best(self) -> int:
         """The window with the highest rate, given what is known; recomputed only when that has changed."""
         p = self.acceptance
@@ -243,18 +247,36 @@ class TrackRecord:
         It costs a draft step, in which the best window makes `rate · draft` tokens. It yields one token if it and all
         drafts before it are accepted.
         """
-        return sure * self.acceptance > self.best_rate * self.costs.draft
+        return sure > self.next_pays_above
 
-    def saw(self, drafted: int, accepted: int, confidences: Sequence[float] = (), cost: float | None = None) -> None:
+    @property
+    def next_pays_above(self) -> float:
+        """The probability that all drafts so far are accepted above which one more pays."""
+        return self.best_rate * self.costs.draft / max(self.acceptance, 1e-9)
+
+    @property
+    def verified_above(self) -> float:
+        """The same above which the last of them is worth its share of the verification."""
+        return self.best_rate * (self.costs.verify(2) - self.costs.verify(1))
+
+    def saw(
+        self,
+        drafted: int,
+        accepted: int,
+        confidences: Sequence[float] = (),
+        cost: float | None = None,
+        missed: int = 0,
+    ) -> None:
         """Record a window's outcome. Drafts after the first rejected one say nothing about the drafter.
 
-        `cost` is what the whole window took, in full-depth steps, if known.
+        `cost` is what the whole window took, in full-depth steps, if known. `missed`: drafts among the accepted that
+        were not verified though right; each costs a plain step more.
         """
         if drafted == 0:
             return
         if cost is not None:
             expected = drafted * self.costs.draft + self.costs.verify(drafted + 1)
-            self.drag = 0.9 * self.drag + 0.1 * min(max(cost / expected, 0.8), 2.0)
+            self.drag = 0.9 * self.drag + 0.1 * min(max((cost + missed) / expected, 0.8), 2.0)
         judged = min(accepted + 1, drafted)
         self.judged += judged
         self._here().saw(judged, accepted)

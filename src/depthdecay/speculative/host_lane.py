@@ -14,7 +14,8 @@ from depthdecay.plan.plan import Plan
 from depthdecay.runners.contract import PLAIN, Ask, Part, Runner, Said
 from depthdecay.speculative.accept import count_right
 from depthdecay.speculative.compiled_head import CompiledHead
-from depthdecay.speculative.expected_gain import LEARNED, Pace
+from depthdecay.speculative.drafters import Done
+from depthdecay.speculative.expected_gain import LEARNED, Pace, TrackRecord
 from depthdecay.speculative.head_text import PlacedHead
 from depthdecay.speculative.short_head import ShortHead
 
@@ -136,6 +137,9 @@ class HostLane:
         self.confidences.append(float(logits[0].float().softmax(-1)[picked]))
         self._drafting += time.perf_counter() - started
         self._depth = depth
+
+    def whole_window(self, record: TrackRecord, limit: int) -> Done | None:
+        return None
 
     def confidence(self, step: int) -> float:
         return self.confidences[step]

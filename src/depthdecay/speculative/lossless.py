@@ -205,11 +205,11 @@ class LosslessRun:
         if drafter is None:
             return
         result.layer_passes += window.drafted * drafter.record.layers
-        result.drafted += window.drafted
+        result.drafted += window.drafted - window.left_out
         result.accepted += accepted
         cost = self.drafting.pace.in_steps(self.lane.window_seconds)
         judged = confidences[: window.drafted] if drafter.depth != LOOKUP else ()
-        drafter.record.saw(window.drafted, accepted, judged, cost)
+        drafter.record.saw(window.drafted, accepted + window.missed, judged, cost, window.missed)
 
     def _change_lane(self) -> list[int]:
         """A graph could not be captured: prefill the text so far again, and continue without graphs."""
