@@ -142,6 +142,12 @@ def test_logits_have_the_same_bits_in_passes_of_any_width(architecture: str, set
         assert torch.equal(logits_in_passes(stack, ids, widths), expected), widths[0]
 
 
+@pytest.mark.parametrize("token", [-1, 97])
+def test_a_token_without_an_embedding_is_an_error(token: int) -> None:
+    with pytest.raises(IndexError, match="not below 97"):
+        logits_of(open_stack(tiny_model("llama"), fast=True), [5, token])
+
+
 @pytest.mark.parametrize("setting", ["int8", "int4"])
 def test_logits_have_the_same_bits_in_any_company(setting: str) -> None:
     stack = open_stack(tiny_model("qwen3"), quantize=setting)

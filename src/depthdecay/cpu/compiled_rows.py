@@ -88,6 +88,8 @@ class CompiledRows:
             arguments.saved = (ctypes.c_void_p * stack.num_layers)(*places)
         with stack.exclusive():
             executed = stack.code.run(model, arguments)
+        if executed < 0:
+            raise IndexError(f"a token id is not below {model.embedding.rows}, the number of embeddings")
         assert executed == sum(count > 0 for count in profile.counts)
         return Said(logits, profile.counts, None if ask.short is None else ask.short.ids, states=states)
 

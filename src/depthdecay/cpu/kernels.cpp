@@ -1116,8 +1116,11 @@ class Windowed {
 
 extern "C" {
 
-// Returns the number of layers that ran.
+// Returns the number of layers that ran, or -1 if a token has no embedding.
 int64_t depthdecay_pass(const Model* model, const Pass* pass) {
+    if (pass->ids != nullptr)
+        for (int64_t token = 0; token < pass->tokens; ++token)
+            if (pass->ids[token] < 0 || pass->ids[token] >= model->embedding.rows) return -1;
     Everyone& all = everyone();
     std::lock_guard<std::mutex> lock(all.alone);
     Decoding decoding(*model, *pass, all.team, all.scratch);

@@ -39,8 +39,11 @@ class CompiledLane(HostLane):
 
     @staticmethod
     def supports(runner: Runner, sampler: Sampler, head: PlacedHead | None) -> bool:
-        compiled = compiled_rows(runner) is not None and (head is None or isinstance(head, CompiledHead))
-        return compiled and sampler.is_plain_greedy
+        rows = compiled_rows(runner)
+        if rows is None or not sampler.is_plain_greedy or not (head is None or isinstance(head, CompiledHead)):
+            return False
+        weights = rows.stack.weights
+        return bool(weights.head.rows <= weights.embedding.rows)  # every token that it may pick can be read
 
     def begin(self, token: int) -> None:
         super().begin(token)
