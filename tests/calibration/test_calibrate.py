@@ -17,6 +17,7 @@ import depthdecay as dd
 from depthdecay.calibration import calibrate as module
 from depthdecay.calibration.calibrate import DEFAULT_MAX_KL, figures_of
 from depthdecay.cli import app
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError
 
 QUESTIONS = [f"what is {i} and {i + 3}?" for i in range(40)]
@@ -68,6 +69,25 @@ def test_python_makes_the_folder_that_the_command_makes(tiny: str, prompts: Path
     assert dd.Engine(loaded.model, loaded.tokenizer, plan).generate("hello", 8)[0].mode == "decay"
     assert json.loads(untimed(typed / "calibration.json")) == json.loads(untimed(called / "calibration.json"))
     assert figures_of(plan)["repaired"]["kl"] == plan.notes["calibration"]["kl"]
+
+
+def test_text_is_written_with_the_files_own_weights(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where quantized weights are the model's own, as the embedded model's are, they write the same text sooner."""
+    loaded = dd.load(tiny, device="cpu")
+    monkeypatch.setattr(type(loaded), "quantize_as_filed", lambda self: "int8")
+    opened: list[str | None] = []
+    made = Engine.__init__
+
+    def noted(self: Engine, *given: Any, **settings: Any) -> None:
+        opened.append(settings.get("quantize"))
+        made(self, *given, **settings)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    dd.calibrate(loaded, QUESTIONS, tmp_path / "out", speedup=1.2, **LITTLE)
+    assert opened
+    assert set(opened) == {"int8"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 MORE = ("--also", "1.1, 1.5", "--no-variety", "--learn", "7.5")

@@ -27,6 +27,7 @@ from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.calibration.work_folder import WORK_FOLDER
 from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import make_folder, read_bytes
 from depthdecay.model.load import as_loaded
@@ -140,7 +141,7 @@ def calibrate(
         widen_in_place(loaded.model, quantize, loaded.origin)
     texts = None if asked is None else asked(loaded.tokenizer)
     settings = _with_sizes(replace(CalibrationSettings.for_device(loaded.model.device), **effort), sizes)
-    plans = _Plans(loaded, texts, settings, folder, say)
+    plans = _Plans(loaded, texts, settings, folder, say, loaded.quantize_as_filed() if quantize is None else None)
     budget = TimeBudget(minutes)
     learned = {name: goal for name, goal in goals.items() if goal.lossless and drafter == "learned"}
     others = {name: goal for name, goal in goals.items() if name not in learned}
@@ -150,7 +151,7 @@ def calibrate(
         within = make_folder(folder / name)
         budget = budget if budget.is_bounded else usual_time(loaded.model.device.type)
         try:
-            plans.learn(within, budget, quantize=loaded.quantize_as_filed() if quantize is None else None)
+            plans.learn(within, budget)
         except TooLittleTime as reason:
             warnings.warn(f"{reason}; the drafter uses the model's own layers instead", stacklevel=2)
             plans.fit({name: goal}, within, budget)
@@ -166,6 +167,10 @@ class _Plans:
     settings: CalibrationSettings
     folder: Path
     say: Say
+    quantize: str | None  # of the engines that write text, where it leaves the weights as they are
+
+    def opens(self, model: Any, **settings: Any) -> Engine:
+        return Engine(model, quantize=self.quantize, origin=self.loaded.origin, **settings)
 
     def fit(self, goals: dict[str, Goal], within: Path, budget: TimeBudget) -> None:
         """Plans with fitted maps, each in its folder. They share texts and a ladder, which are kept in `within`."""
@@ -177,6 +182,7 @@ class _Plans:
             _deep_enough(self.settings, list(goals.values())),
             name=self.loaded.shown_name,
             time_budget=budget,
+            opens=self.opens,
             say=self.say,
         )
         for made, (name, goal) in enumerate(goals.items()):
@@ -186,11 +192,11 @@ class _Plans:
             _save(run, run.make(goal), self.folder / name)
         run.work.remove()
 
-    def learn(self, folder: Path, budget: TimeBudget, quantize: str | None) -> None:
+    def learn(self, folder: Path, budget: TimeBudget) -> None:
         """Saves a learned drafter, its measurements and a report in a folder."""
         seed, model = self.settings.seed, self.loaded.shown_name
         plan, drafter = learn_plan(
-            self.loaded, self.texts, folder, time_budget=budget, quantize=quantize, seed=seed, say=self.say
+            self.loaded, self.texts, folder, time_budget=budget, quantize=self.quantize, seed=seed, say=self.say
         )
         figures = {"model": model, "plan": plan.describe(), "drafter": drafter.figures}
         write_result(folder / FIGURES_FILE, figures)

@@ -30,6 +30,8 @@ from depthdecay.model.devices import free_bytes
 from depthdecay.model.layers import LayerStack
 from depthdecay.plan.identity import identity
 
+OpensEngine = Callable[..., Engine]  # with the arguments of an engine
+
 # Time for everything after the minimum number of answers, relative to the time for these: recording them, one search
 # step, maps of two depths, and the measurements. As measured on two cores.
 _REST_OF_THE_LEAST = 2.0
@@ -50,13 +52,16 @@ class RecordedTexts:
         settings: CalibrationSettings,
         say: Say,
         time_budget: TimeBudget | None = None,
+        opens: OpensEngine = Engine,
     ) -> None:
+        """`opens`: makes the engines that write text."""
         self.stack = LayerStack.of(model)
         self.model = model
         self.settings = settings
         self.time = time_budget or TimeBudget(settings.whole_minutes)
         device = self.stack.model.device
         self.say = say
+        self.opens = opens
         prompts = self._own_prompts(tokenizer, folder) if prompts is None else prompts
         split = self._split(prompts, tokenizer)
         others = self._others(prompts, tokenizer, len(split.calibration))
@@ -97,7 +102,7 @@ class RecordedTexts:
         """As many prompts as are needed, written by the model itself."""
         count = self.settings.fit_prompts + self.settings.select_prompts + self.settings.held_out_prompts
         bounds = {name: bound for name, bound in self._bounds().items() if name != "vocabulary"}
-        engine = Engine(self.model, compile=False)
+        engine = self.opens(self.model, compile=False)
         until = time.monotonic() + self.time.left_of(QUESTIONS_SHARE)
         return own_prompts(engine, tokenizer, count, folder=folder, say=self.say, until=until, **bounds)
 
@@ -179,7 +184,7 @@ class RecordedTexts:
 
     def _answers_in_time(self, prompts: list[list[int]]) -> list[Sequence[int] | None]:
         """The tokens of every answer; if time is short, for some prompts of each kind, and None for the others."""
-        engine, title = Engine(self.model, compile=False), "the full model answers prompts"
+        engine, title = self.opens(self.model, compile=False), "the full model answers prompts"
         if not self.time.is_bounded:
             return [text.tokens for text in self._answered(engine, prompts, title)]
         rounds = -(-len(prompts) // self.settings.batch)
@@ -222,7 +227,7 @@ class RecordedTexts:
         if kept is None:
             wanted = min(self.settings.fit_prompts - len(prompts), self._room_for_texts(device) - texts)
             rounds = 0 if self.time.is_bounded else min(max(wanted, 0) // len(prompts), self.settings.again)
-            engine, title = Engine(self.model, compile=False), "the full model answers the same prompts again"
+            engine, title = self.opens(self.model, compile=False), "the full model answers the same prompts again"
             answers = (self._answered(engine, prompts, title, seed=number + 1) for number in range(rounds))
             kept = [text.tokens for answer in answers for text in answer]
             self.work.write("again", kept)

@@ -24,6 +24,7 @@ from depthdecay.calibration.divergence import ROWS_AT_ONCE, mean_kl, rows_within
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
 from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
+from depthdecay.calibration.kept_answers import OpensEngine
 from depthdecay.calibration.own_text import TooLittleTime, write_own_text
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.time_budget import TimeBudget
@@ -167,8 +168,11 @@ class LearnedRepairs:
         select: Recording,
         settings: LearningSettings,
         say: Callable[[str], None] = lambda message: None,
+        opens: OpensEngine = Engine,
     ) -> None:
+        """`opens`: makes the engines that write the plan's own text."""
         self.stack, self.plan, self.settings, self.say = stack, plan, settings, say
+        self.opens = opens
         self.select = Simulator(select)
         self.horizon = max(len(text.tokens) for text in texts)
         self.masters = MapMasters(repairs, reached_depths(plan), stack.examples())
@@ -244,7 +248,7 @@ class LearnedRepairs:
     def write(self, prompts: Sequence[Sequence[int]], repairs: Repairs | None = None) -> list[Continuation]:
         """The plan's own greedy answers."""
         maps = self.masters.stored() if repairs is None else repairs
-        engine = Engine(self.stack.model, plan=self.plan, repairs=maps, compile=False)
+        engine = self.opens(self.stack.model, plan=self.plan, repairs=maps, compile=False)
         rows = _ROWS_WRITTEN if primary_device(self.stack.model).type == "cuda" else _ROWS_WRITTEN_ELSEWHERE
         return continue_prompts(engine, prompts, self.horizon, mode="decay", batch=min(len(prompts), rows))
 
@@ -292,7 +296,7 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
     # A GPU is fastest with thousands of tokens per step; with fewer, it waits for the host.
     rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
     settings = LearningSettings(minutes=budget.left_of() / 60, rows=rows, seed=run.settings.seed)
-    learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say)
+    learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say, run.opens)
     better = learning.learn()
     prompts = [text.prompt for text in run.held_out_texts]
     run.say("measuring on text that the plan writes")
@@ -332,7 +336,7 @@ def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
     until = time.monotonic() + seconds
     try:
         texts = write_own_text(
-            Engine(run.stack.model, compile=False),
+            run.opens(run.stack.model, compile=False),
             run.tokenizer,
             MOST_TEXT,
             seed=run.settings.seed + 1,

@@ -16,7 +16,7 @@ from depthdecay.calibration.fidelity import Simulator
 from depthdecay.calibration.fit import FitSettings, Trace, fit_plan
 from depthdecay.calibration.goal import Goal
 from depthdecay.calibration.influence import block_influence, unrepaired_share
-from depthdecay.calibration.kept_answers import RecordedTexts
+from depthdecay.calibration.kept_answers import OpensEngine, RecordedTexts
 from depthdecay.calibration.learned_repairs import learn_repairs
 from depthdecay.calibration.own_questions import Say
 from depthdecay.calibration.recording import Recording
@@ -25,6 +25,7 @@ from depthdecay.calibration.search import Found, Search
 from depthdecay.calibration.settings import CalibrationSettings
 from depthdecay.calibration.size_and_shape import Shape, choose, choose_shape
 from depthdecay.calibration.time_budget import MAPS_SHARE, SEARCH_SHARE, TimeBudget, time_left
+from depthdecay.engine.engine import Engine
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
@@ -47,16 +48,21 @@ class Calibration:
         *,
         name: str = "the model",
         time_budget: TimeBudget | None = None,
+        opens: OpensEngine = Engine,
         say: Say = lambda message: None,
     ) -> None:
-        """`time_budget`: for everything; by default the settings' minutes, starting now."""
+        """`time_budget`: for everything; by default the settings' minutes, starting now.
+
+        `opens`: makes the engines that write text, such as quantized ones where those are faster and write the same.
+        """
         self.started = time.monotonic()
         self.stack = LayerStack.of(model)
         self.name = name
         self.identity = identity(self.stack.model)
         self.say = say
         settings = settings or CalibrationSettings.for_device(self.stack.model.device)
-        texts = RecordedTexts(model, tokenizer, prompts, folder, settings, say, time_budget)
+        texts = RecordedTexts(model, tokenizer, prompts, folder, settings, say, time_budget, opens)
+        self.opens = opens
         self.settings, self.work, self.vocabulary = texts.settings, texts.work, texts.vocabulary
         self.fit, self.select = texts.fit, texts.select
         self.held_out, self.elsewhere = texts.held_out, texts.elsewhere
