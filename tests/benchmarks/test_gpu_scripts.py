@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -100,3 +101,53 @@ def test_a_plan_on_several_tasks(
     assert [(row["method"], row["asked_speedup"]) for row in found["rows"]] == [("full", None), ("depthdecay", 1.1)]
     assert found["settings"]["max_new_tokens"] == 3
     assert "suite-gsm8k.json is there" in capsys.readouterr().out
+
+
+class Parsed(Exception):
+    """Raised once a script has read its arguments."""
+
+
+def test_commands_of_all_figures_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("reproduce")
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *words: Any) -> Any:
+        parse(parser, *words)
+        raise Parsed
+
+    words = {name: str(tmp_path) for name in (*module.NEEDS, "new", "old_commit")}
+    names = [figure.name for figure in module.FIGURES]
+    assert len(set(names)) == len(names)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    for figure in module.FIGURES:
+        name, *arguments = [word.format(**words) for word in figure.command.split()]
+        monkeypatch.setattr(sys, "argv", [name, *arguments, "--json", str(tmp_path / "figure.json")])
+        with pytest.raises(Parsed):
+            script(Path(name).stem).main()
+
+
+def test_figures_are_measured_once_and_within_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("reproduce")
+    tiny = "long_attention.py --shapes tiny --positions 32 --dtype fp32 --rounds 1 --tokens 1 --device cpu"
+    figures = [
+        module.Figure("attention", 1, tiny, ""),
+        module.Figure("broken", 1, "long_attention.py --shapes none-of-these --device cpu", ""),
+        module.Figure("texts", 1, "lossless_texts.py --model {model} --plan {plan}", ""),
+        module.Figure("long", 10**6, tiny, ""),
+    ]
+    monkeypatch.setattr(module, "FIGURES", figures)
+
+    def told() -> list[str]:
+        module.main(["--out", str(tmp_path / "out"), "--model", "smollm2-135m", "--seconds", "300"])
+        return capsys.readouterr().out.splitlines()
+
+    first, second = told(), told()
+    assert first[0].startswith("attention: measured in")
+    assert second[0] == "attention: is there already"
+    assert "failed after" in first[1]
+    assert "none-of-these" in (tmp_path / "out" / "broken.log").read_text()
+    assert first[2] == "texts: needs --plan"
+    assert first[3].startswith("long: takes about 1000000 s, and ")
+    assert json.loads((tmp_path / "out" / "attention.json").read_text())["rows"]

@@ -32,7 +32,7 @@ from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.stored_plans import drafter_of, shipped_plan
+from depthdecay.plan.stored_plans import drafter_of, shipped_drafter
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.keyed_noise import sequence_keys
@@ -101,7 +101,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer if loaded is not None and tokenizer is None else tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
         self.plan = _chosen_plan(plan, self.stack, loaded, mode)
-        drafter = self.plan or drafter or (shipped_plan(loaded.name) if loaded is not None else None)
+        drafter = self.plan or drafter or (shipped_drafter(loaded.name) if loaded is not None else None)
         if drafter is not None:
             check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
         self.repairs = repairs_for(self.stack, drafter, repairs)
