@@ -16,6 +16,12 @@ def shipped_plan(model: str) -> Plan | None:
     return Plan.load(folder) if Path(model).name == model and (folder / PLAN_FILE).is_file() else None
 
 
+def shipped_drafter(model: str) -> Plan | None:
+    """The plan shipped for drafting with a model of this name."""
+    plan = shipped_plan(model)
+    return None if plan is None else drafter_of(plan)
+
+
 def stored_plan(plan: Plan, speedup: float) -> Plan:
     """The plan calibrated for this speed-up, stored next to the given one; otherwise the given one."""
     return _beside(plan, f"speedup-{speedup:g}")
