@@ -61,7 +61,7 @@ def main() -> None:
     def chain_for(settings: dict[str, Any]) -> tuple[Chain, dict[Any, Any]]:
         given = {"do_sample": True, "temperature": 0.7, "seed": 1, **settings} if settings else {"do_sample": False}
         engine.generate(PROMPT, max_new_tokens=24, mode="lossless", lookup=False, **given)
-        chain = engine._chain.last
+        chain = engine.lanes.chain.last
         if chain is None:
             raise SystemExit("these settings do not run as CUDA graphs here; this needs a GPU")
         return chain, captured(chain, widths, depth)

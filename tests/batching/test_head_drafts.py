@@ -68,7 +68,7 @@ def test_rows_draft_what_each_would_alone() -> None:
     texts = [[*MORE[0], 7, 8, 9, 10], [*MORE[-2], 3, 4], [*MORE[-1], 50, 51, 52, 53, 54, 55]]
     rows = HeadRows(placed, slots=5)
     slots = [4, 0, 2]
-    samplers = [engine._sampler(prepare_request(engine, [text], 8, {}), 0) for text in texts]
+    samplers = [engine.sampler(prepare_request(engine, [text], 8, {}), 0) for text in texts]
     for certain in (-4, -3, -1):
         expected = []
         for slot, text in zip(slots, texts, strict=True):

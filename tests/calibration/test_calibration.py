@@ -95,7 +95,7 @@ def test_a_plan_to_draft_with_is_the_fastest_by_measured_agreement(tmp_path: Pat
     made.save(tmp_path)
     plan = dd.Plan.load(tmp_path)
     engine = dd.Engine(model, plan=plan)
-    assert set(engine._prepared_drafting().by_depth) == set(made.repairs.at_depth)
+    assert set(engine.lanes.drafting(engine.repairs).by_depth) == set(made.repairs.at_depth)
     for prompt in token_prompts()[:3]:
         full, lossless = (engine.generate([prompt], 30, mode=m, eos_token_id=None)[0] for m in ("full", "lossless"))
         assert lossless.token_ids == full.token_ids

@@ -140,13 +140,13 @@ def test_the_engine_answers_several_prompts_as_each_alone(mode: str) -> None:
     settings: dict[str, Any] = {"exact": True, "mode": mode, "repetition_penalty": 1.3, "pad_token_id": 7}
     settings |= {"do_sample": True, "seed": 1, "eos_token_id": None}
     together = engine.generate(PROMPTS, 12, **settings)
-    kept = engine._rows.last
+    kept = engine.rows.last
     for prompt, result in zip(PROMPTS, together, strict=True):
         (single,) = engine.generate([prompt], 12, **settings)
         assert (single.exact, single.inexact_because) == (result.exact, result.inexact_because) == (True, None)
         assert (single.token_ids, single.depths) == (result.token_ids, result.depths)
         assert single.depths[-1] == (SAME.depth(11) if mode == "decay" else LAYERS)
-    assert engine._rows.last is kept  # the same batch also serves fewer prompts
+    assert engine.rows.last is kept  # the same batch also serves fewer prompts
 
 
 def test_a_cpu_refuses_to_be_exact() -> None:

@@ -137,8 +137,8 @@ def test_lossless_answers_are_those_of_full_depth_bit_for_bit(
             assert (result.exact, result.inexact_because) == (True, None)
             assert result.drafted > 0
             assert result.token_ids == full.token_ids
-    assert engine._chain.last is not None
-    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # no fallback
+    assert engine.lanes.chain.last is not None
+    assert engine.lanes.chain.last.passes.graphs.compiled is engine.compiled  # no fallback
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -165,8 +165,8 @@ def test_seeded_answers_are_those_of_full_depth_bit_for_bit(
             assert (result.exact, result.inexact_because) == (True, None)
             assert result.drafted > 0
             assert result.token_ids == full.token_ids
-    assert engine._chain.last is not None  # it ran as chained graphs, without a fallback
-    assert engine._chain.last.passes.graphs.compiled is engine.compiled
+    assert engine.lanes.chain.last is not None  # it ran as chained graphs, without a fallback
+    assert engine.lanes.chain.last.passes.graphs.compiled is engine.compiled
 
 
 @pytest.mark.parametrize("first_layers", [0, 2])
@@ -186,7 +186,7 @@ def test_a_learned_head_drafts_inside_the_graphs(
             assert result.exact is True
             assert result.drafted > 0
             assert result.token_ids == full.token_ids
-    chain = engine._chain.last
+    chain = engine.lanes.chain.last
     assert chain is not None
     assert chain.passes.graphs.compiled is engine.compiled
     assert {key[1] for key in chain.passes.graphs.by_key if key[0] == "draft"} == {LEARNED}

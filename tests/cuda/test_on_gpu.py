@@ -200,13 +200,13 @@ def test_garbage_is_not_collected_during_a_capture() -> None:
 def test_graphs_are_captured_once() -> None:
     engine = dd.Engine(on_gpu(), plan=plan_with(None), compile=False)
     first = engine.generate(PROMPTS, max_new_tokens=20)
-    kept = engine._steps.last
+    kept = engine.steps.last
     assert kept is not None
     captured = dict(kept.graphs.by_key)
     later_depths = set(plan_with(None).depths(20)[1:])  # T_0 comes from the prefill, which is not a graph
     assert {key[1] for key in captured} == later_depths
     second = engine.generate(PROMPTS, max_new_tokens=20)
-    assert engine._steps.last is kept
+    assert engine.steps.last is kept
     assert kept.graphs.by_key == captured
     assert [r.token_ids for r in first] == [r.token_ids for r in second]
 
@@ -417,7 +417,7 @@ def test_lossless_graphs_say_what_full_depth_says(
             full = [r.token_ids for r in engine.generate(prompts, 40, mode="full", eos_token_id=None, **settings)]
             lossless = engine.generate(prompts, 40, mode="lossless", eos_token_id=None, **settings)
             assert [r.token_ids for r in lossless] == full
-    chain = engine._chain.last
+    chain = engine.lanes.chain.last
     assert chain is not None
     assert chain.passes.graphs.can_capture
     assert (chain.passes.graphs.compiled is not None) == compile  # no fallback
@@ -449,7 +449,7 @@ def test_lossless_with_maps_and_a_short_head_in_16_bits(
     Repairs(maps, torch.arange(20000, 20100)).save(tmp_path / REPAIRS_FILE)
     replace(plan, repairs=REPAIRS_FILE).save(tmp_path)
     engine = dd.Engine(model, plan=dd.Plan.load(tmp_path), compile=compile)
-    assert engine._prepared_drafting() is not None
+    assert engine.lanes.drafting(engine.repairs) is not None
     for prompt in [*PROMPTS, *([7, 8, 9] * 20 + [start] for start in range(8))]:
         full = engine.generate([prompt], 200, mode="full", eos_token_id=None)[0].token_ids
         result = engine.generate([prompt], 200, mode="lossless", eos_token_id=None)[0]

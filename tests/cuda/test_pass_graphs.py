@@ -84,10 +84,10 @@ def test_a_kept_decoder_forgets_the_padding_of_the_request_before(monkeypatch: p
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
     engine.generate(PROMPTS, max_new_tokens=12)
-    kept = engine._steps.last
+    kept = engine.steps.last
     even = [prompt[:3] for prompt in PROMPTS]
     results = engine.generate(even, max_new_tokens=12)
-    assert engine._steps.last is kept
+    assert engine.steps.last is kept
     assert [r.token_ids for r in results] == [reference_tokens(model, plan, prompt, 12)[0] for prompt in even]
 
 
@@ -96,10 +96,10 @@ def test_a_single_row_leaves_room_for_a_longer_prompt(monkeypatch: pytest.Monkey
     model, plan = tiny_model(), plan_with(None)
     engine = graph_engine(monkeypatch, model, plan)
     engine.generate(PROMPTS[:1], max_new_tokens=12)
-    kept = engine._steps.last
+    kept = engine.steps.last
     longer = PROMPTS[0] * (40 // len(PROMPTS[0]))
     result = engine.generate([longer], max_new_tokens=12)[0]
-    assert engine._steps.last is kept
+    assert engine.steps.last is kept
     assert result.token_ids == reference_tokens(model, plan, longer, 12)[0]
 
 
@@ -112,8 +112,8 @@ def test_inside_an_applied_block_nothing_is_captured(monkeypatch: pytest.MonkeyP
         warnings.simplefilter("error")  # a refusal must not count as a failed capture
         with pytest.raises(DepthDecayError, match="applied"):
             next(stream)
-    assert engine._steps.last is not None
-    assert engine._steps.last.graphs.can_capture
+    assert engine.steps.last is not None
+    assert engine.steps.last.graphs.can_capture
 
 
 def test_sampling_overwrites_what_the_graph_chose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def turns_agree(engine: dd.Engine) -> bool:
-    passes = engine._steps.last
+    passes = engine.steps.last
     return passes is not None and passes.turn.tolist() == [passes._turn]
 
 
@@ -166,8 +166,8 @@ def test_greedy_and_sampled_requests_share_graphs(copied: list[torch.Tensor], mo
         results = engine.generate(PROMPTS, 20, eos_token_id=None, **settings)
         assert [r.token_ids for r in results] == [r.token_ids for r in expected]
         assert len(copied) == copies
-        kept = kept or engine._steps.last
-        assert engine._steps.last is kept
+        kept = kept or engine.steps.last
+        assert engine.steps.last is kept
 
 
 def test_eager_steps_between_replays_take_no_turn(copied: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

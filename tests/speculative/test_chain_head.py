@@ -42,7 +42,7 @@ def test_answers_are_the_full_models_and_keys_those_of_verified_states(architect
         (result,) = engine.generate(PROMPTS[:1], 30, mode="lossless", eos_token_id=None, lookup=False)
         assert [result.token_ids] == expected
         assert result.drafted > 0
-    chain = engine._chain.last
+    chain = engine.lanes.chain.last
     assert chain is not None
     assert chain.head is not None
     assert {key[:2] for key in chain.passes.graphs.by_key if key[0] == "draft"} == {("draft", LEARNED)}
@@ -73,8 +73,8 @@ def test_compiled_heads_say_the_same(first_layers: int) -> None:
     (result,) = engine.generate(PROMPTS[:1], 30, mode="lossless", eos_token_id=None, lookup=False)
     assert [result.token_ids] == expected
     assert result.drafted > 0
-    assert engine._chain.last is not None
-    assert engine._chain.last.passes.graphs.compiled is engine.compiled  # no fallback
+    assert engine.lanes.chain.last is not None
+    assert engine.lanes.chain.last.passes.graphs.compiled is engine.compiled  # no fallback
 
 
 def test_a_head_that_is_not_asked_stops_reading_along(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_head_that_is_not_asked_stops_reading_along(monkeypatch: pytest.Monkey
     monkeypatch.setattr(TrackRecord, "window", lambda record: next(quiet))
     (result,) = engine.generate([prompt], 40, mode="lossless", eos_token_id=None, lookup=False)
     assert [result.token_ids] == expected
-    chain = engine._chain.last
+    chain = engine.lanes.chain.last
     assert chain is not None
     assert chain.head is not None
     assert {key[3] for key in chain.passes.graphs.by_key if key[0] == "verify"} == {True, False}

@@ -29,13 +29,13 @@ def test_the_graph_path_says_the_same(architecture: str, windows: list[int], mon
         results = engine.generate(prompts, 30, mode="lossless", eos_token_id=None, **settings)
         assert [result.token_ids for result in results] == expected
         assert all(len(result.draft_depths) == 30 for result in results)
-    kept = engine._chain.last
+    kept = engine.lanes.chain.last
     assert kept is not None
     assert {key[0] for key in kept.passes.graphs.by_key} == {"draft", "verify"}
     # Graphs and cache are reused, for a shorter text and for a longer one.
     for prompt, tokens in ((prompts[0][1:], 20), ([*prompts[0], *PROMPTS[1]], 40)):
         engine.generate([prompt], tokens, mode="lossless", eos_token_id=None)
-        assert engine._chain.last is kept
+        assert engine.lanes.chain.last is kept
     assert token_ids(engine, "lossless", prompts, 30, eos_token_id=None) == expected
 
 
@@ -53,8 +53,8 @@ def test_compiled_windows_say_the_same(architecture: str, windows: list[int], mo
         (result,) = engine.generate(PROMPTS[:1], 30, mode="lossless", eos_token_id=None, **settings)
         assert [result.token_ids] == expected
         assert result.drafted > 0
-    assert engine._chain.last is not None
-    graphs = engine._chain.last.passes.graphs
+    assert engine.lanes.chain.last is not None
+    graphs = engine.lanes.chain.last.passes.graphs
     assert graphs.can_capture
     assert graphs.compiled is engine.compiled  # no fallback
     assert graphs.compared == {"one", "few"}
@@ -108,8 +108,8 @@ def test_compiled_layers_that_say_something_else_are_given_up(
     engine.uses_graphs, engine.compiled = True, CompiledLayers()
     with pytest.warns(UserWarning, match="compiled layers differ from plain ones"):
         assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None) == expected
-    assert engine._chain.last is not None
-    assert engine._chain.last.passes.graphs.compiled is None
+    assert engine.lanes.chain.last is not None
+    assert engine.lanes.chain.last.passes.graphs.compiled is None
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2, 3])
@@ -173,8 +173,8 @@ def test_a_window_is_begun_before_the_last_one_is_known(
     monkeypatch.setattr(Chain, "verify", launched)
     monkeypatch.setattr(Chain, "draft", drafted)
     engine = perfect_engine()
-    engine._prepared_drafting().pace.takes_to_draft(7, 0.1)
-    engine._prepared_drafting().pace.takes_to_verify(1, 1.0)
+    engine.lanes.drafting(engine.repairs).pace.takes_to_draft(7, 0.1)
+    engine.lanes.drafting(engine.repairs).pace.takes_to_verify(1, 1.0)
     expected = token_ids(engine, "full", PROMPTS[:1], 60, eos_token_id=None)
     engine.uses_graphs = True
     for _ in range(3):

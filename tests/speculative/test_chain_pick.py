@@ -82,8 +82,8 @@ def test_settings_take_turns(windows: list[int], lanes: list[type]) -> None:
             assert answer.token_ids == expected[name].token_ids, name
         (answer,) = engine.generate(PROMPTS[:1], 20, mode="lossless", eos_token_id=None, do_sample=False)
         assert answer.token_ids == greedy.token_ids
-    assert engine._chain.last is not None
-    assert len({key[-1] for key in engine._chain.last.passes.graphs.by_key}) == 2
+    assert engine.lanes.chain.last is not None
+    assert len({key[-1] for key in engine.lanes.chain.last.passes.graphs.by_key}) == 2
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_settings_take_turns(windows: list[int], lanes: list[type]) -> None:
 def test_what_graphs_cannot_pick_is_left_to_the_host(settings: dict[str, Any]) -> None:
     engine = dd.Engine(tiny_model("llama"), fast=False)
     request = prepare_request(engine, PROMPTS[:1], 8, settings)
-    assert settings_of(engine._sampler(request, 0)) is None
-    assert settings_of(engine._sampler(prepare_request(engine, PROMPTS[:1], 8, {}), 0)) == ()
+    assert settings_of(engine.sampler(request, 0)) is None
+    assert settings_of(engine.sampler(prepare_request(engine, PROMPTS[:1], 8, {}), 0)) == ()
 
 
 def test_sampled_text_is_lossless_unless_told_otherwise(lanes: list[type]) -> None:

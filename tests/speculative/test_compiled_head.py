@@ -56,9 +56,9 @@ def test_weights_take_the_models_own_bits(monkeypatch: pytest.MonkeyPatch) -> No
         engine = dd.Engine(model, draft_head=head, quantize=quantize)
         if not engine.stack.has_compiled_pass:
             pytest.skip("no compiler here")
-        engine._prepared_drafting()
-        assert isinstance(engine._placed_head, CompiledHead)
-        sizes[quantize] = engine._placed_head.nbytes
+        engine.lanes.drafting(engine.repairs)
+        assert isinstance(engine.lanes.placed_head, CompiledHead)
+        sizes[quantize] = engine.lanes.placed_head.nbytes
         answer = engine.generate([TEXT], 30, mode="lossless", lookup=0)[0]
         assert answer.token_ids == engine.generate([TEXT], 30, mode="full")[0].token_ids
         assert answer.drafted > 0
@@ -68,8 +68,8 @@ def test_weights_take_the_models_own_bits(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_head_on_first_layers_stays_in_torch() -> None:
     model = tiny_model("llama")
     engine = dd.Engine(model, draft_head=random_head(model, first_layers=2))
-    engine._prepared_drafting()
-    assert type(engine._placed_head) is PlacedHead
+    engine.lanes.drafting(engine.repairs)
+    assert type(engine.lanes.placed_head) is PlacedHead
 
 
 def test_a_long_text_finds_room() -> None:

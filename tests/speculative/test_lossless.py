@@ -227,8 +227,8 @@ def test_drafts_from_a_few_tokens(architecture: str, graphs: bool, monkeypatch: 
     engine.uses_graphs = graphs
     for _ in range(2):
         assert token_ids(engine, "lossless", PROMPTS[:1], 30, eos_token_id=None) == expected
-    assert engine._short_head is not None
-    assert engine._short_head.weight.shape[0] == 64
+    assert engine.lanes.short_head is not None
+    assert engine.lanes.short_head.weight.shape[0] == 64
     assert model.get_output_embeddings().forward == forward
 
 
@@ -256,4 +256,4 @@ def test_a_short_head_takes_the_texts_own_tokens_in() -> None:
 def test_small_vocabularies_are_drafted_from_whole() -> None:
     engine = perfect_engine()
     engine.generate([PROMPTS[0]], 4, mode="lossless")
-    assert engine._short_head is None
+    assert engine.lanes.short_head is None

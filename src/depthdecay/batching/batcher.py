@@ -126,7 +126,7 @@ class Batcher:
             self.runner.use_exact_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
         elif engine.uses_graphs:
             self.runner.use_graphs(engine.compiled, self.settings.max_batch + PROMPT_ROWS)
-        placed = engine.head_for_rows()
+        placed = engine.lanes.head_for_rows(self.repairs)
         self.head = None if placed is None else HeadRows(placed, self.settings.max_batch)
         self.drafting = BatchDrafting(self.stack, engine.drafting_plan, self.repairs, self.head)
         self.intake = Intake(engine, self.blocks, self.repairs, self.drafting, self.max_positions)

@@ -84,8 +84,9 @@ def _step_costs(model: Any, name: str, prompt_tokens: int, compile_layers: bool,
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
     request = prepare_request(engine, ids.tolist(), 64, PLAIN_GREEDY)
-    drafting, sampler = engine._prepared_drafting(), engine._sampler(request)
-    with torch.no_grad(), engine._lane(request.prompts[0], request, sampler, drafting) as lane:
+    lanes, sampler = engine.lanes, engine.sampler(request)
+    drafting = lanes.drafting(engine.repairs)
+    with torch.no_grad(), lanes.lane(prompt_tokens, request.max_new_tokens, sampler, engine.pass_settings) as lane:
         lane.read(request.prompts[0])
         lane.begin(0)
         pace = (
@@ -107,7 +108,7 @@ def _step_costs(model: Any, name: str, prompt_tokens: int, compile_layers: bool,
         "prompt_tokens": prompt_tokens,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.device(model.device).type,
-        "short_head": engine._short_head is not None,
+        "short_head": lanes.short_head is not None,
     }
     return StepCostReport(
         name,

@@ -6,21 +6,21 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from depthdecay.argument_checks import Number
+from depthdecay.engine.lanes import Lanes, PassSettings
 from depthdecay.engine.mailbox import Mailbox
 from depthdecay.engine.plan_choice import DepthSettings, require_mode
 from depthdecay.engine.request import Request, prepare_request
 from depthdecay.engine.result import AnswerInProgress, Piece, Result, Stream
 from depthdecay.engine.reuse import Kept
+from depthdecay.engine.rows import decode_rows
 from depthdecay.engine.sampling import Sampler
 from depthdecay.engine.streamers import told_to
 from depthdecay.errors import ArgumentError, DepthDecayError, UnsupportedModelError
@@ -36,30 +36,21 @@ from depthdecay.plan.stored_plans import drafter_of, shipped_drafter
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.keyed_noise import sequence_keys
-from depthdecay.runners.kv_blocks import KVBlocks
-from depthdecay.speculative.compiled_lane import CompiledLane
-from depthdecay.speculative.draft_head import DraftHead, head_of, portable_head_of
-from depthdecay.speculative.drafter_choice import Drafting, drafting_for, drafting_plan
-from depthdecay.speculative.drafters import Lane
-from depthdecay.speculative.expected_gain import LONGEST
-from depthdecay.speculative.head_text import PlacedHead
-from depthdecay.speculative.host_lane import HostLane
+from depthdecay.speculative.draft_head import DraftHead, head_of
+from depthdecay.speculative.drafter_choice import drafting_plan
 from depthdecay.speculative.lossless import LosslessRun
-from depthdecay.speculative.short_head import ShortHead
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from depthdecay.batching.batcher import Batcher
     from depthdecay.cuda.pass_graphs import PassGraphs
-    from depthdecay.speculative.chain_lane import Chain
 
 logger = logging.getLogger("depthdecay")
 NO_TOKENIZER = (
     "the model came without a tokenizer, which text needs; put its tokenizer.json next to the weights, or in Python "
     "pass one to Engine(model, tokenizer, plan)"
 )
-PREFILL_TOKENS = 2048  # per prefill pass over several texts
 
 
 class Engine:
@@ -118,16 +109,11 @@ class Engine:
         self._tell = logger.info if progress is None else progress
         self._has_told_of_compiling = self.compiled is None
         self.drafting_plan = drafter or drafting_plan(self.stack.num_layers)
-        # Kept for the next request: graphs with the cache they are tied to, and drafting statistics.
-        self._steps: Kept[PassGraphs] = Kept()
-        self._chain: Kept[Chain] = Kept()
-        self._sampled: Kept[BlockRunner] = Kept()
-        self._rows: Kept[Batcher] = Kept()
-        self._drafting: Drafting | None = None
-        self._short_head: ShortHead | None = None
-        self._placed_head: PlacedHead | None = None
+        # Kept for the next request: graphs with the cache they are tied to, batches, and drafting statistics.
+        self.steps: Kept[PassGraphs] = Kept()
+        self.rows: Kept[Batcher] = Kept()
+        self.lanes = Lanes(self.stack, self.drafting_plan, self.draft_head)
         self._told_inexact = False
-        self._lock = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -211,12 +197,16 @@ class Engine:
             )
         self.repairs = self.repairs.placed(self.stack.examples())  # the model may have been moved
         if exact:
-            return self._decode_rows(request, results, exact=True)
+            return decode_rows(self, request, results, exact=True)
         if results[0].mode != "lossless":
             return self._decode(request, results)
         if request.stopping_criteria:
             raise DepthDecayError("stopping_criteria check one token at a time; use mode 'full' or 'decay' with them")
         return self._decode_lossless(request, results)
+
+    @property
+    def pass_settings(self) -> PassSettings:
+        return PassSettings(self.repairs, self.uses_graphs, self.compiled)
 
     @property
     def step_mode(self) -> str:
@@ -246,7 +236,7 @@ class Engine:
         plan = self.full_plan if self.plan is None or results[0].mode == "full" else self.plan
         rows = [AnswerInProgress(result, self.tokenizer, request) for result in results]
         with self._lock_step_runner(plan, request) as runner:
-            sampler = self._sampler(request)
+            sampler = self.sampler(request)
             mailbox = Mailbox(self.device, len(rows))
             sent: list[int] = []  # layers of every step started
             tokens = None
@@ -270,7 +260,7 @@ class Engine:
                 if all(row.finished for row in rows):
                     break
             cache_bytes, uniform = runner.cache_bytes, runner.cache_bytes_uniform
-            self._tell_exact(results, runner.inexact)
+            self.tell_exact(results, runner.inexact)
         # Steps started before the host knew that all rows had ended.
         overrun = sum(sent[mailbox.collected :])
         rest = [Piece(row.finish_text(), row.result.depths[-1]) for row in rows]
@@ -306,7 +296,8 @@ class Engine:
         """A runner for one batch: new on a CPU; on CUDA the kept graphs if they fit and no other batch uses them."""
         batch, new_tokens = len(request.prompts), request.max_new_tokens
         if not self.uses_graphs:
-            yield self._block_runner([rooms(plan, len(p), new_tokens, in_buckets=False) for p in request.prompts])
+            room = [rooms(plan, len(p), new_tokens, in_buckets=False) for p in request.prompts]
+            yield BlockRunner.with_room(self.stack, room, self.repairs)
             return
         from depthdecay.cuda.pass_graphs import PassGraphs
 
@@ -320,11 +311,8 @@ class Engine:
             room = rooms(plan, room_for(longest, batch), new_tokens, in_buckets=True)
             return PassGraphs(self.stack, plan, self.repairs, self.compiled, batch=batch, rooms=room)
 
-        with self._steps.lent(fits, make) as graphs:
+        with self.steps.lent(fits, make) as graphs:
             yield graphs
-
-    def _block_runner(self, room: Sequence[Sequence[int]]) -> BlockRunner:
-        return BlockRunner(self.stack, KVBlocks.of_rows(self.stack.kept_shapes(), room), self.repairs)
 
     def _decode_lossless(self, request: Request, results: list[Result]) -> Iterator[list[Piece]]:
         """The same in lossless mode: each window yields some tokens, all of them the full model's."""
@@ -333,7 +321,7 @@ class Engine:
                 yield [piece]
             return
         try:
-            yield from self._decode_rows(request, results)
+            yield from decode_rows(self, request, results)
         except UnsupportedModelError:  # batching is not supported, so decode one text after the other
             for row in range(len(results)):
                 for piece in self._decode_windows(request, results, row):
@@ -342,10 +330,12 @@ class Engine:
     def _decode_windows(self, request: Request, results: list[Result], row: int) -> Iterator[Piece]:
         """Decode one text in lossless mode."""
         started, layers = time.perf_counter(), self.stack.num_layers
-        prompt, result, drafting = request.prompts[row], results[row], self._prepared_drafting()
+        prompt, result, lanes = request.prompts[row], results[row], self.lanes
+        drafting = lanes.drafting(self.repairs)
         answer = AnswerInProgress(result, self.tokenizer, request)
-        sampler = self._sampler(request, row)
-        with self._lane(prompt, request, sampler, drafting) as lane:
+        sampler = self.sampler(request, row)
+        where = (len(prompt), request.max_new_tokens, sampler, self.pass_settings)
+        with lanes.lane(*where) as lane:
             run = LosslessRun(
                 lane,
                 prompt,
@@ -355,8 +345,8 @@ class Engine:
                 new_tokens=request.max_new_tokens,
                 window=request.window,
                 lookup=request.lookup,
-                short_head=self._short_head,
-                other_lane=lambda: self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting),
+                short_head=lanes.short_head,
+                other_lane=lambda: lanes.host_lane(*where),
             )
             for number, tokens in enumerate(run.windows()):
                 if number == 0:
@@ -369,107 +359,13 @@ class Engine:
                 run.is_active = not answer.finished
                 yield Piece(text, layers)
             result.cache_bytes = run.lane.cache_bytes
-            self._tell_exact([result], run.lane.inexact)
+            self.tell_exact([result], run.lane.inexact)
         rest = answer.finish_text()
         result.seconds = time.perf_counter() - started
         if rest:
             yield Piece(rest, layers)
 
-    @contextlib.contextmanager
-    def _lane(self, prompt: list[int], request: Request, sampler: Sampler, drafting: Drafting) -> Iterator[Lane]:
-        """What runs one text's windows: on CUDA chained graphs, if they support the requested sampling."""
-        if not self.uses_graphs:
-            yield self._host_lane(self._text_runner(prompt, request), prompt, sampler, drafting)
-            return
-        positions = len(prompt) + request.max_new_tokens
-        from depthdecay.speculative.chain_pick import settings_of
-
-        if settings_of(sampler) is None:
-
-            def make_runner() -> BlockRunner:
-                runner = self._text_runner(prompt, request)
-                runner.use_graphs(self.compiled, LONGEST + 1)
-                return runner
-
-            with self._sampled.lent(lambda kept: kept.blocks.longest >= positions + LONGEST + 1, make_runner) as runner:
-                yield self._host_lane(runner, prompt, sampler, drafting)
-            return
-        from depthdecay.cuda.pass_graphs import PassGraphs
-        from depthdecay.speculative.chain_lane import Chain
-
-        def make_chain() -> Chain:
-            room = [Chain.room_for(positions)] * self.stack.num_layers
-            passes = PassGraphs(self.stack, self.drafting_plan, self.repairs, self.compiled, batch=1, rooms=room)
-            return Chain(passes, self._short_head, self._placed_head, drafting.pace)
-
-        with self._chain.lent(lambda kept: kept.fits(positions), make_chain) as chain:
-            chain.prepare(sampler)
-            yield chain
-
-    def _host_lane(self, runner: BlockRunner, prompt: list[int], sampler: Sampler, drafting: Drafting) -> HostLane:
-        head, short = self._placed_head, self._short_head
-        kind = CompiledLane if CompiledLane.supports(runner, sampler, head) else HostLane
-        return kind(runner, self.drafting_plan, sampler, short, head, drafting.pace, len(prompt))
-
-    def _text_runner(self, prompt: list[int], request: Request) -> BlockRunner:
-        """A runner for one text, with room for a window after it."""
-        positions = len(prompt) + request.max_new_tokens + LONGEST + 1
-        if self.uses_graphs:
-            positions = room_for(positions, 1)
-        return self._block_runner([[positions] * self.stack.num_layers])
-
-    def _decode_rows(self, request: Request, results: list[Result], exact: bool = False) -> Iterator[list[Piece]]:
-        """Decode texts as independent rows, as in a server's batch; in lossless mode each has its own windows."""
-        from depthdecay.batching.batcher import Batcher, BatchSettings
-
-        started, count = time.perf_counter(), len(results)
-        request = replace(request, own_limits=[request.max_new_tokens] * count)
-        positions = max(map(len, request.prompts)) + request.max_new_tokens
-        settings = BatchSettings(
-            max_batch=count,
-            prefill_tokens=PREFILL_TOKENS,
-            cohort_seconds=0,
-            max_positions=positions,
-            draft_rows=16 if self.uses_graphs else 64,
-            prompts_first=True,
-            exact=exact,
-        )
-
-        def fits(kept: Batcher) -> bool:
-            alike = kept.settings.exact == exact and kept.max_positions >= positions
-            return alike and (kept.settings.max_batch == count or (exact and kept.settings.max_batch > count))
-
-        def make() -> Batcher:
-            return Batcher(self, settings)
-
-        # Only graphs are slow to create; a new batcher picks up weights that have changed since.
-        lent = self._rows.lent(fits, make) if self.uses_graphs else contextlib.nullcontext(make())
-        with lent as batcher:
-            samplers = [self._sampler(request, row, padded=not exact) for row in range(count)]
-            mode, into = results[0].mode, list(zip(results, samplers, strict=True))
-            ids = batcher.submit(request, self.plan if mode == "decay" else None, mode, into=into)
-            places = {number: place for place, number in enumerate(ids)}
-            try:
-                while not batcher.is_idle:
-                    pieces, depths = [""] * count, [self.stack.num_layers] * count
-                    for update in batcher.step():
-                        if update.error is not None:
-                            raise update.error
-                        pieces[places[update.id]] += update.text
-                        depths[places[update.id]] = update.depth
-                    yield [Piece(piece, depth) for piece, depth in zip(pieces, depths, strict=True)]
-            finally:
-                for number in ids:
-                    batcher.cancel(number)
-            cache_bytes = batcher.blocks.nbytes
-            self._tell_exact(results, batcher.runner.inexact)
-        prefill_seconds = max(result.prefill_seconds for result in results)  # until all prompts are read
-        for result in results:
-            result.seconds = time.perf_counter() - started
-            result.prefill_seconds = prefill_seconds
-            result.cache_bytes = cache_bytes
-
-    def _tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
+    def tell_exact(self, results: Sequence[Result], inexact: str | None) -> None:
         """Report whether results are batch-invariant, where that is known. Irrelevant if a plan drops layers."""
         if results[0].mode == "decay" or (inexact is not None and not self.uses_graphs):
             return
@@ -480,32 +376,7 @@ class Engine:
             self._told_inexact = True
             warnings.warn(f"lossless answers may differ from full depth at near-ties: {inexact}", stacklevel=2)
 
-    def _prepared_drafting(self) -> Drafting:
-        """This engine's drafting statistics; also prepares the drafts' short LM head and the draft head."""
-        with self._lock:
-            rows = (self._short_head, self._placed_head)
-            if self._drafting is None or not all(part is None or part.is_for(self.stack) for part in rows):
-                self._short_head = ShortHead.of(self.stack, self.repairs.vocabulary)
-                if self.draft_head is not None:
-                    self._placed_head = placed_head(self.draft_head, self.stack)
-                self._chain = Kept()
-                self._drafting = drafting_for(
-                    self.stack, self.drafting_plan, self.repairs, self._short_head, self._placed_head
-                )
-            return self._drafting
-
-    def head_for_rows(self) -> PlacedHead | None:
-        """The draft head for rows of a batch: one that needs no extra pass through the model's layers."""
-        if self.draft_head is None:
-            return None
-        self._prepared_drafting()
-        placed = self._placed_head
-        if placed is not None and not placed.head.shape.first_layers:
-            return placed
-        other = portable_head_of(self.drafting_plan)
-        return None if other is None else placed_head(other, self.stack)
-
-    def _sampler(self, request: Request, row: int | None = None, *, padded: bool = True) -> Sampler:
+    def sampler(self, request: Request, row: int | None = None, *, padded: bool = True) -> Sampler:
         """A sampler for all rows in lock-step, or for one. Processors see prompts with padding, as in generate, unless
         a row must not depend on the others' lengths."""
         own = slice(None) if row is None else slice(row, row + 1)
@@ -558,16 +429,6 @@ def _open(
     from depthdecay.cpu.choose_stack import open_stack
 
     return open_stack(model, quantize=quantize, origin=origin, fast=fast, say=say)
-
-
-def placed_head(head: DraftHead, stack: LayerStack) -> PlacedHead:
-    """A draft head attached to a model, with compiled calls if the model has them."""
-    placed = PlacedHead(head, stack)
-    if not stack.has_compiled_pass:
-        return placed
-    from depthdecay.speculative.compiled_head import CompiledHead
-
-    return CompiledHead.of(placed) or placed
 
 
 def _compiled_layers() -> Any:

@@ -37,6 +37,11 @@ class BlockRunner:
 
             self.compiled = CompiledRows.of(stack, blocks, repairs)
 
+    @classmethod
+    def with_room(cls, stack: LayerStack, rooms: Sequence[Sequence[int]], repairs: Repairs) -> BlockRunner:
+        """For texts whose positions are known, as a list by layer for each."""
+        return cls(stack, KVBlocks.of_rows(stack.kept_shapes(), rooms), repairs)
+
     def use_graphs(self, compiled: CompiledLayers | None, tokens: int) -> None:
         """Run passes over at most `tokens` tokens as CUDA graphs of their layers."""
         from depthdecay.cuda.layer_graphs import LayerGraphs
