@@ -7,6 +7,7 @@ the format that other engines load is saved as well.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -79,10 +80,11 @@ class LearnedDrafter:
     head: DraftHead
     portable: DraftHead | None
     figures: dict[str, Any]
+    in_4_bits: bool = False
 
     def save(self, folder: Path) -> None:
         """A head that other engines can load as it is is saved only once."""
-        self.head.save(folder / HEAD_FILE)
+        self.head.save(folder / HEAD_FILE, in_4_bits=self.in_4_bits)
         (folder / PORTABLE_HEAD_FILE).unlink(missing_ok=True)  # of an earlier run
         if self.portable is not None and self.portable is not self.head:
             self.portable.save(folder / PORTABLE_HEAD_FILE)
@@ -99,10 +101,16 @@ class DrafterLesson:
         *,
         seconds: float = math.inf,
         folder: Path | None = None,
+        in_4_bits: bool = False,
         say: Say = lambda message: None,
     ) -> None:
-        """`texts`: each with its kind. `seconds`: for everything. `folder`: where to keep the state for resuming."""
+        """`texts`: each with its kind. `seconds`: for everything. `folder`: where to keep the state for resuming.
+
+        `in_4_bits`: heads will draft with int4 matrices, so they are judged and saved with these; other engines' heads
+        are not rounded.
+        """
         output_matrix(stack)  # refuse unsupported LM heads at once
+        self.in_4_bits = in_4_bits
         self.stack, self.say, self.folder = stack, say, folder
         self.settings = DrafterSettings.for_device(stack.model.device) if settings is None else settings
         self.ends = time.monotonic() + seconds
@@ -163,7 +171,7 @@ class DrafterLesson:
             "head": fitted.told,
             "portable_head": None if portable is None else portable.told,
         }
-        return LearnedDrafter(fitted.head, None if portable is None else portable.head, figures)
+        return LearnedDrafter(fitted.head, None if portable is None else portable.whole, figures, self.in_4_bits)
 
     def _chosen(self, heads: Sequence[_Fitted]) -> _Fitted:
         """The head with the highest expected gain; among those close to it, the fastest if there is time to measure.
@@ -233,6 +241,10 @@ class DrafterLesson:
         head.requires_grad_(False)
         for parameter in head.parameters():
             parameter.copy_(parameter.bfloat16())
+        whole = head
+        if self.in_4_bits:
+            whole = copy.deepcopy(head)
+            head.round_to_4_bits()
         judged = {kind: fitting.judge(texts, drafts) for kind, texts in self.judged_states.items()}
         head.right = judged["all"].right[0]
         cost = self._cost(head)
@@ -242,7 +254,8 @@ class DrafterLesson:
             f"{judged['all'].tokens_a_window:.2f} tokens per window, {gain:.2f}x expected"
         )
         told = _told(head.shape, self.fit_states, learned, closed_form, judged, cost, gain, len(self.vocabulary))
-        return _Fitted(head, gain, told)
+        whole.right = head.right
+        return _Fitted(head, whole, gain, told)
 
     def _order(self, batches: int, epoch: int) -> list[int]:
         return Random(f"{self.settings.seed} {epoch}").sample(range(batches), batches)
@@ -345,6 +358,7 @@ def some_behind_others(texts: Sequence[tuple[Text, str]], random: Random) -> lis
 @dataclass
 class _Fitted:
     head: DraftHead
+    whole: DraftHead  # the same before it was rounded to 4 bits, if it was
     gain: float
     told: dict[str, Any]
 

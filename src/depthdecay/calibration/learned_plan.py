@@ -68,7 +68,9 @@ def learn_plan(
     )
     pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
     work = folder / WORK_FOLDER
-    lesson = DrafterLesson(stack, pairs, settings, seconds=budget.left_of(), folder=work, say=say)
+    lesson = DrafterLesson(
+        stack, pairs, settings, seconds=budget.left_of(), folder=work, in_4_bits=quantize == "int4", say=say
+    )
     tokens = sum(len(text.answer) for text in texts)
 
     def saved(drafter: LearnedDrafter) -> Plan:

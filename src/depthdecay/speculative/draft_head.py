@@ -177,6 +177,13 @@ class DraftHead(nn.Module):
         """Bytes that one draft reads, besides its rows of the LM head."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
+    @torch.no_grad()
+    def round_to_4_bits(self) -> None:
+        """Give all matrices values that int4 holds exactly, as they have when saved that way."""
+        for parameter in self.parameters():
+            if can_hold(parameter):
+                parameter.copy_(rounded_to_4(parameter).widened())
+
     def save(self, file: Path, *, in_4_bits: bool = False) -> Path:
         """`in_4_bits`: int4 matrices, a third of the size, as used for drafting with an int4 model on a CPU."""
         tensors = {name: _packed(tensor.detach().cpu().contiguous()) for name, tensor in self.state_dict().items()}
