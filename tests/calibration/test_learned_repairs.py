@@ -177,15 +177,15 @@ def test_time_that_is_up_ends_it() -> None:
     assert "the time was up" in learning.ended
 
 
-def test_on_a_gpu_text_of_the_models_own_is_joined_in_once_for_all_plans(
+def test_text_of_the_models_own_is_joined_in_once_for_all_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learned_repairs, "WRITING", {"cpu": 0.5})
+    monkeypatch.setattr(learned_repairs, "WRITING", 0.5)
     monkeypatch.setattr(learned_repairs, "MOST_TEXT", 400)
     monkeypatch.setattr(text_batches, "MOST_ROWS_ELSEWHERE", 8)
     monkeypatch.setattr(own_questions, "QUESTION_TOKENS", 24)
     loaded = plain_spoken(tmp_path / "model")
-    prompts = [f"question number {number}?" for number in range(40)]
+    prompts = [f"question number {number}?" for number in range(60)]
     settings = replace(SMALL, learning_minutes=2.0, variety=0.0)
     run = Calibration(loaded.model, loaded.tokenizer, prompts, tmp_path / "plan", settings)
     figures = run.make(Goal(speedup=1.2)).figures["learned"]
@@ -198,6 +198,8 @@ def test_on_a_gpu_text_of_the_models_own_is_joined_in_once_for_all_plans(
     }
     unseen = {text.prompt for text in run.held_out_texts}
     assert not unseen & {text.prompt for text in run.own_texts}
+    assert run.spare_prompts
+    assert {tuple(prompt) for prompt in run.spare_prompts} & {text.prompt for text in run.own_texts}
     before = run.own_texts
     run.make(Goal(speedup=1.1))
     assert run.own_texts is before

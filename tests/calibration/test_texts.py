@@ -46,6 +46,10 @@ def test_prompts_are_split_without_overlap_and_too_few_are_refused() -> None:
     assert again.held_out == made.held_out
     fewer = split_prompts(prompts, None, vocabulary=96, calibration=300, held_out=100, longest=None, seed=0)
     assert (len(fewer.calibration), len(fewer.held_out)) == (30, 10)
+    assert not made.spare
+    with_spare = split_prompts(prompts, None, vocabulary=96, calibration=20, held_out=10, longest=None, seed=0, spare=7)
+    assert [len(part) for part in (with_spare.calibration, with_spare.held_out, with_spare.spare)] == [20, 10, 7]
+    assert len({tuple(p) for part in vars(with_spare).values() for p in part}) == 37
     with pytest.raises(DepthDecayError, match="at least 12"):
         split_prompts(prompts[:11], None, vocabulary=96, calibration=30, held_out=10, longest=None, seed=0)
     with pytest.raises(DepthDecayError, match="40 are longer than 5 tokens"):

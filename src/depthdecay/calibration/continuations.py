@@ -25,10 +25,11 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Split:
-    """Token ids of prompts to calibrate on and of held-out prompts; none is in both."""
+    """Token ids of prompts to calibrate on, of held-out prompts, and of further ones; none is in two of them."""
 
     calibration: list[list[int]]
     held_out: list[list[int]]
+    spare: list[list[int]]
 
 
 def split_prompts(
@@ -40,10 +41,11 @@ def split_prompts(
     held_out: int,
     longest: int | None,
     seed: int,
+    spare: int = 0,
 ) -> Split:
     """Shuffle, drop duplicates and prompts that are too long, and split the rest.
 
-    If there are fewer than requested, both parts shrink in proportion, down to eight and four.
+    If there are fewer than requested, calibration and held-out prompts shrink in proportion, down to eight and four.
     """
     unique = {_as_read(prompt): prompt for prompt in prompts}
     order = sorted(unique)  # independent of the file's order
@@ -53,7 +55,7 @@ def split_prompts(
     seen: set[tuple[int, ...]] = set()
     left_out = 0
     for key in order:
-        if len(fitting) == wanted:
+        if len(fitting) == wanted + spare:
             break
         ids = token_ids(tokenizer, unique[key], {}, vocabulary)
         if longest is not None and len(ids) > longest:
@@ -70,7 +72,7 @@ def split_prompts(
         )
     if len(fitting) < wanted:
         held_out = min(max(4, len(fitting) * held_out // wanted), len(fitting) - 8)
-    return Split(fitting[held_out:], fitting[:held_out])
+    return Split(fitting[held_out:wanted], fitting[:held_out], fitting[wanted:])
 
 
 def variety(

@@ -35,6 +35,8 @@ OpensEngine = Callable[..., Engine]  # with the arguments of an engine
 # Time for everything after the minimum number of answers, relative to the time for these: recording them, one search
 # step, maps of two depths, and the measurements. As measured on two cores.
 _REST_OF_THE_LEAST = 2.0
+# Further prompts of the user's to train maps on; finding and tokenizing these takes seconds.
+_MOST_SPARE = 4096
 
 
 class RecordedTexts:
@@ -86,6 +88,7 @@ class RecordedTexts:
         seen = {token for text in (*own, *again, *more) for token in (*text.prompt, *text.tokens)}
         self.vocabulary = torch.tensor(sorted(seen))
         self.held_out_texts = held_out
+        self.spare_prompts = split.spare  # the user's, in none of the texts
         self.fit_texts = [*own[:fit], *again, *more]
         self.select = self._record(own[fit:], "recording validation texts")
         self.held_out = self._record(held_out, "recording held-out texts")
@@ -154,7 +157,10 @@ class RecordedTexts:
     def _split(self, prompts: Sequence[Any], tokenizer: Any) -> Split:
         calibration = self.settings.fit_prompts + self.settings.select_prompts
         held_out = self.settings.held_out_prompts
-        return split_prompts(prompts, tokenizer, calibration=calibration, held_out=held_out, **self._bounds())
+        spare = _MOST_SPARE if self.settings.learning_minutes else 0
+        return split_prompts(
+            prompts, tokenizer, calibration=calibration, held_out=held_out, spare=spare, **self._bounds()
+        )
 
     def _bounds(self) -> dict[str, Any]:
         """The limits on prompts, and the seed that splits them."""

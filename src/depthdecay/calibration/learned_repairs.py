@@ -2,9 +2,9 @@
 
 The closed form fits each map on its own, to the full model's hidden state after its run. What counts is the model's
 output, so here all maps of a plan are trained together, on the KL at the plan's positions and depths; the layers
-between them are frozen. On a GPU, the model first writes more text than there are prompts for. In use, a plan continues
-its own text, so part of the text is written by the plan, scored by the full model like the rest, and rewritten as the
-maps improve.
+between them are frozen. The model first writes more text: it answers further prompts of the user's, and questions that
+it asks itself. In use, a plan continues its own text, so part of the text is written by the plan, scored by the full
+model like the rest, and rewritten as the maps improve.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from depthdecay.plan.plan import Plan
 if TYPE_CHECKING:
     from depthdecay.calibration.run import Calibration
 
-# Share of the first plan's minutes for writing text to train on. Without a GPU, writing a token takes as long as
-# training on it, and the calibration's own texts are not overfitted so soon.
-WRITING = {"cuda": 0.25}
+# Share of the first plan's minutes for writing text to train on: the calibration's own texts, on a CPU some 60 by
+# default, are soon overfitted.
+WRITING = 0.25
 MOST_TEXT = 3_000_000  # tokens
+_SHARE_GIVEN = 0.5  # of the batches, if the user gave prompts: answers to these
 _LEAST_ANSWER = 8  # tokens
 _LEARNING_SHARE = 0.8  # of the time left for a plan; the rest is for measuring it
 _LEAST_SECONDS = 1.0
@@ -291,7 +292,7 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
         return repairs, None
     device = primary_device(run.stack.model).type
     if run.own_texts is None:
-        run.own_texts = _own_texts(run, budget.left_of(WRITING.get(device, 0.0)))
+        run.own_texts = _own_texts(run, budget.left_of(WRITING))
     texts = [*run.fit_texts, *run.own_texts]
     # A GPU is fastest with thousands of tokens per step; with fewer, it waits for the host.
     rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
@@ -328,8 +329,8 @@ def _minutes_to_learn(run: Calibration) -> float:
 def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
     """Text that the model writes in this time: its own questions with answers, and further answers to prompts.
 
-    It uses only the prompts that maps are fitted on, and its questions differ from those it may have written for the
-    calibration itself: validation and held-out texts stay unseen.
+    It uses the prompts that maps are fitted on and those that the calibration had no use for, and its questions differ
+    from those it may have written for the calibration itself: validation and held-out texts stay unseen.
     """
     if run.tokenizer is None or seconds <= 0:
         return []
@@ -340,7 +341,8 @@ def _own_texts(run: Calibration, seconds: float) -> list[Continuation]:
             run.tokenizer,
             MOST_TEXT,
             seed=run.settings.seed + 1,
-            prompts=list(dict.fromkeys(text.prompt for text in run.fit_texts)),
+            prompts=[*run.spare_prompts, *dict.fromkeys(text.prompt for text in run.fit_texts)],
+            share_given=_SHARE_GIVEN,
             answer_tokens=max(_LEAST_ANSWER, run.settings.new_tokens),
             folder=run.work.folder / "own",
             say=run.say,

@@ -67,6 +67,7 @@ class Calibration:
         self.fit, self.select = texts.fit, texts.select
         self.held_out, self.elsewhere = texts.held_out, texts.elsewhere
         self.fit_texts, self.held_out_texts = texts.fit_texts, texts.held_out_texts
+        self.spare_prompts = texts.spare_prompts
         self.influence = block_influence(self.select)
         self.time = texts.time
         self.found = self._search(texts.fit_seconds)
