@@ -12,6 +12,9 @@ from depthdecay.engine.sampling import Sampler, pick_tokens
 from depthdecay.speculative.head_text import LONGEST_READ, HeadText, PlacedHead
 
 TOGETHER = 16  # verified tokens of a row that are run in one batch with other rows; longer backlogs run first
+# Verified tokens of a row whose states may wait to be joined: where drafting pauses, a product at every step would be
+# in vain, and states side by side take the memory of several.
+UNJOINED = 64
 
 
 @dataclass
@@ -20,7 +23,9 @@ class HeadRow:
 
     length: int = 1  # position 0 has no preceding state
     tokens: list[int] = field(default_factory=list)
-    before: list[torch.Tensor] = field(default_factory=list)  # (tokens, hidden) each
+    before: list[torch.Tensor] = field(default_factory=list)  # of the first of them, joined: (tokens, hidden) each
+    apart: list[torch.Tensor] = field(default_factory=list)  # of the others: (tokens, states · hidden) each
+    unjoined: int = 0  # how many these are
 
 
 class HeadRows:
@@ -39,9 +44,11 @@ class HeadRows:
     def verified(self, slot: int, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
         """Add verified tokens, each with the full model's states at the preceding position."""
         row = self.rows.setdefault(slot, HeadRow())
-        joined = torch.cat([states[layer][: len(tokens)] for layer in self.head.shape.states], dim=-1)
-        row.before.append(self.head.joined(joined.to(self.placed.weight.dtype)))
+        row.apart.append(torch.cat([states[layer][: len(tokens)] for layer in self.head.shape.states], dim=-1))
         row.tokens += tokens
+        row.unjoined += len(tokens)
+        if row.unjoined >= UNJOINED:
+            self._join([row])
 
     @torch.no_grad()
     def draft(
@@ -63,9 +70,21 @@ class HeadRows:
                 state = self._run(slots, [[token] for token in picked], state, positions)
         return drafts
 
+    def _join(self, rows: Sequence[HeadRow]) -> None:
+        """Join the states of these rows that still are side by side, in one product."""
+        rows = [row for row in rows if row.apart]
+        if not rows:
+            return
+        apart = torch.cat([states for row in rows for states in row.apart])
+        joined = self.head.joined(apart.to(self.placed.weight.dtype))
+        for row, own in zip(rows, joined.split([row.unjoined for row in rows]), strict=True):
+            row.before.append(own)
+            row.apart, row.unjoined = [], 0
+
     def _read(self, slots: Sequence[int], most: int) -> torch.Tensor:
         """Run the first verified tokens of each row for good; returns each row's last state, (rows, 1, hidden)."""
         rows = [self.rows[slot] for slot in slots]
+        self._join(rows)
         counts = [min(len(row.tokens), most) for row in rows]
         before = [torch.cat(row.before) for row in rows]
         width = max(counts)
