@@ -14,6 +14,7 @@ import depthdecay as dd
 from depthdecay.batching.batcher import Batcher, BatchSettings
 from depthdecay.engine.request import prepare_request
 from depthdecay.model.layers import LayerStack
+from depthdecay.speculative import head_rows
 from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
 from depthdecay.speculative.expected_gain import LEARNED
 from depthdecay.speculative.head_rows import HeadRows
@@ -85,6 +86,25 @@ def test_rows_draft_what_each_would_alone() -> None:
             more = {layer: state[done:] for layer, state in states.items()}
             rows.verified(slot, known[done + 1 :], more)
         assert rows.draft(slots, 3, samplers, [0, 0, 0]) == expected
+
+
+def test_states_of_paused_rows_are_joined_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_rows, "UNJOINED", 4)
+    model = tiny_model("llama")
+    stack = LayerStack.of(model)
+    placed = PlacedHead(random_head(model), stack)
+    text = [*MORE[0], 7, 8, 9, 10]
+    states = states_of(stack, text, placed.states)
+    rows = HeadRows(placed, slots=1)
+    waiting = []
+    for place, token in enumerate(text[1:]):
+        rows.verified(0, [token], {layer: state[place:] for layer, state in states.items()})
+        waiting.append(rows.rows[0].unjoined)
+    assert waiting[:5] == [1, 2, 3, 0, 1]
+    sampler = dd.Engine(model).sampler(prepare_request(dd.Engine(model), [text], 8, {}), 0)
+    at_once = HeadRows(placed, slots=1)
+    at_once.verified(0, text[1:], states)
+    assert rows.draft([0], 3, [sampler], [0]) == at_once.draft([0], 3, [sampler], [0])
 
 
 def test_a_head_on_first_layers_leaves_batches_to_the_portable_one(tmp_path: Path) -> None:

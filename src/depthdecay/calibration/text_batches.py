@@ -17,7 +17,7 @@ from depthdecay.model.devices import free_bytes
 from depthdecay.runners.keyed_noise import gumbel_noise, sequence_keys, step_keys
 
 MOST_ROWS = {"cuda": 1024}
-MOST_ROWS_ELSEWHERE = 16
+MOST_ROWS_ELSEWHERE = 64
 # At this share of ended rows a batch stops, and unfinished answers are kept as they are: further steps would cost as
 # much as for all rows.
 ENDED_IS_ENOUGH = 0.8
