@@ -45,7 +45,7 @@ def lossless_lines(result: Result) -> list[str]:
     place = machine({**result, "settings": settings})
     lines = [
         f"**Lossless: the same answer, sooner.** {file_link(result, result['model'])}, {settings['dtype']}, {place}, "
-        "batch 1. The drafter was trained on text that the model wrote itself.",
+        f"batch 1, up to {settings['new_tokens']} tokens. The drafter was trained on text that the model wrote itself.",
         "",
         "| prompts | full depth, tokens/s | lossless, tokens/s | speed-up | answers that differ from full depth |",
         "|---|---:|---:|---:|---:|",

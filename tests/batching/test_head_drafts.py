@@ -121,6 +121,26 @@ def test_a_head_on_first_layers_leaves_batches_to_the_portable_one(tmp_path: Pat
     assert found.head.shape.first_layers == 0
 
 
+def test_a_head_for_drafting_next_to_a_plan_that_decays(tmp_path: Path, windows: list[int]) -> None:
+    model = tiny_model("llama")
+    dd.Plan.constant(LAYERS, LAYERS - 2).save(tmp_path)
+    random_head(model, first_layers=2).save(tmp_path / "lossless" / HEAD_FILE)
+    random_head(model).save(tmp_path / "lossless" / PORTABLE_HEAD_FILE)
+    replace(dd.Plan.full(LAYERS), draft_head=HEAD_FILE).save(tmp_path / "lossless")
+    with pytest.warns(dd.errors.GuessedPlanWarning):
+        engine = dd.Engine(model, plan=tmp_path)
+    assert engine.step_mode == engine.row_mode == "decay"
+    assert set(engine.generate(MORE[:1], 8, eos_token_id=None)[0].depths[1:]) == {LAYERS - 2}
+    (alone,) = engine.generate(MORE[:1], 20, mode="lossless", lookup=0, eos_token_id=None)
+    assert alone.token_ids == engine.generate(MORE[:1], 20, mode="full", eos_token_id=None)[0].token_ids
+    assert alone.drafted > 0
+    found = Batcher(engine).head
+    assert found is not None
+    assert found.head.shape.first_layers == 0
+    only_drafts = dd.Engine(model, plan=tmp_path / "lossless")
+    assert (only_drafts.step_mode, only_drafts.row_mode) == ("full", "lossless")
+
+
 def test_what_drafted_is_told(windows: list[int]) -> None:
     model = tiny_model("llama")
     engine = dd.Engine(model, draft_head=random_head(model))

@@ -45,6 +45,8 @@ def test_a_drafter_without_any_prompts(tmp_path: Path, little_text: None) -> Non
     answer = engine.generate([[5, 6, 7]], 20, lookup=0)[0]
     assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
     assert answer.drafted > 0
+    # The plan does nothing but draft, so nobody needs to ask for lossless mode.
+    assert dd.Engine(loaded, plan=tmp_path / "plan").generate([[5, 6, 7]], 4)[0].mode == "lossless"
 
 
 class Interrupted(Exception):

@@ -26,7 +26,7 @@ from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.model.prompts import token_ids
 from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.stored_plans import drafter_of, shipped_drafter
+from depthdecay.plan.stored_plans import drafter_of, plan_with_head, shipped_plan
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import require_writable, write_report, write_result
 
@@ -91,7 +91,7 @@ def benchmark_lossless(
         loaded.tokenizer,
         loaded.shown_name,
         [token_ids(loaded.tokenizer, text, {}, vocabulary) for text in asked(loaded.tokenizer)[:limit]],
-        drafters(drafter or shipped_drafter(loaded.name)),
+        drafters(drafter or shipped_plan(loaded.name)),
         new_tokens=new_tokens,
         peers=() if temperature > 0 else peers if peers is not None else PEERS if helper is not None else PEERS[:3],
         temperature=temperature,
@@ -132,8 +132,8 @@ def drafters(plan: Plan | None) -> dict[str, Plan | None]:
         found["calibrated"] = replace(by_layers, repairs=None)
     if plan.repairs is not None:
         found["calibrated and repaired"] = by_layers
-    if plan.draft_head is not None:
-        found["learned head"] = plan
+    if with_head := plan_with_head(plan):
+        found["learned head"] = with_head
     return found
 
 

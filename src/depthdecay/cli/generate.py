@@ -139,7 +139,7 @@ def account(result: Result, model: str, plan: Plan | None) -> dict[str, Any]:
 
 
 def lossless_account(result: Result) -> dict[str, Any]:
-    """Cost and yield of drafting. `draft_depths`: the depth that drafted each token (null: the full pass itself)."""
+    """Cost and yield of drafting. `draft_depths` says what drafted each token, as in `Result`."""
     return {
         "drafted": result.drafted,
         "accepted": result.accepted,

@@ -32,7 +32,7 @@ from depthdecay.model.weights_origin import WeightsOrigin
 from depthdecay.plan.compatibility import check_plan
 from depthdecay.plan.file import EMBEDDED_MODEL
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.stored_plans import drafter_of, shipped_drafter
+from depthdecay.plan.stored_plans import drafter_of, plan_with_head, shipped_plan
 from depthdecay.runners.block_runner import BlockRunner
 from depthdecay.runners.contract import FED, Ask, Part, Runner, Said
 from depthdecay.runners.keyed_noise import sequence_keys
@@ -92,11 +92,14 @@ class Engine:
         self.tokenizer = loaded.tokenizer if loaded is not None and tokenizer is None else tokenizer
         self.full_plan = Plan.full(self.stack.num_layers)
         self.plan = _chosen_plan(plan, self.stack, loaded, mode)
-        drafter = self.plan or drafter or (shipped_drafter(loaded.name) if loaded is not None else None)
+        drafter = self.plan or drafter or (shipped_plan(loaded.name) if loaded is not None else None)
         if drafter is not None:
             check_plan(drafter, self.stack.model, allow_other_weights=allow_other_weights)
         self.repairs = repairs_for(self.stack, drafter, repairs)
-        self.draft_head = head_of(drafter) if draft_head is None and drafter is not None else draft_head
+        self.head_plan = None if drafter is None else plan_with_head(drafter)
+        if self.head_plan is not None and self.head_plan is not drafter:
+            check_plan(self.head_plan, self.stack.model, allow_other_weights=allow_other_weights)
+        self.draft_head = head_of(self.head_plan) if draft_head is None and self.head_plan is not None else draft_head
         if self.draft_head is not None:
             self.draft_head.shape.check(self.stack)
         self.device = primary_device(self.stack.model)
@@ -112,7 +115,7 @@ class Engine:
         # Kept for the next request: graphs with the cache they are tied to, batches, and drafting statistics.
         self.steps: Kept[PassGraphs] = Kept()
         self.rows: Kept[Batcher] = Kept()
-        self.lanes = Lanes(self.stack, self.drafting_plan, self.draft_head)
+        self.lanes = Lanes(self.stack, self.drafting_plan, self.draft_head, self.head_plan)
         self._told_inexact = False
 
     @classmethod
@@ -210,14 +213,21 @@ class Engine:
 
     @property
     def step_mode(self) -> str:
-        """The token-by-token mode: with the plan, or at full depth without one."""
-        return "full" if self.plan is None else "decay"
+        """The token-by-token mode: with the plan, or at full depth without one that drops layers."""
+        return "full" if self.plan is None or self.plan.only_drafts else "decay"
+
+    @property
+    def row_mode(self) -> str:
+        """The default of a server's requests: rows draft only if asked to, or if that is all that the plan is for."""
+        return "lossless" if self.plan is not None and self.plan.only_drafts else self.step_mode
 
     def _mode(self, mode: str | None, request: Request) -> str:
-        """The default mode: decay with a plan; without one, lossless where windows can pay off, else full depth."""
+        """The default mode: decay with a plan that drops layers; else lossless where windows can pay off."""
         mode = mode or self.mode
         if mode is None:
-            mode = "lossless" if self.plan is None and self._suits_windows(request) else self.step_mode
+            mode = self.step_mode
+            if mode == "full" and self._suits_windows(request):
+                mode = "lossless"
         require_mode(mode)
         if mode == "decay" and self.plan is None:
             raise ArgumentError("mode 'decay' needs a plan; Engine(model, tokenizer, plan) takes one", "mode", "plan")

@@ -40,9 +40,11 @@ class PassSettings:
 class Lanes:
     """Kept from request to request: graphs with the cache they are tied to, prepared heads, and drafting statistics."""
 
-    def __init__(self, stack: LayerStack, plan: Plan, draft_head: DraftHead | None) -> None:
-        """`plan`: the one that drafts."""
-        self.stack, self.plan, self.draft_head = stack, plan, draft_head
+    def __init__(
+        self, stack: LayerStack, plan: Plan, draft_head: DraftHead | None, head_plan: Plan | None = None
+    ) -> None:
+        """`plan`: its layers draft. `head_plan`: where the head comes from, if from a plan."""
+        self.stack, self.plan, self.draft_head, self.head_plan = stack, plan, draft_head, head_plan
         self.chain: Kept[Chain] = Kept()
         self.sampled: Kept[BlockRunner] = Kept()
         self.short_head: ShortHead | None = None
@@ -70,7 +72,7 @@ class Lanes:
         placed = self.placed_head
         if placed is not None and not placed.head.shape.first_layers:
             return placed
-        other = portable_head_of(self.plan)
+        other = None if self.head_plan is None else portable_head_of(self.head_plan)
         return None if other is None else placed_head(other, self.stack)
 
     @contextlib.contextmanager

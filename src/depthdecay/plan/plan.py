@@ -100,6 +100,11 @@ class Plan:
         """How many of the first n generated tokens run this layer. They come first, since depth never rises."""
         return self.schedule.tokens_at_least(self.ladder.least_depth(layer), n)
 
+    @property
+    def only_drafts(self) -> bool:
+        """Whether it is a learned drafter alone: it drops no layers, so that only lossless mode has a use for it."""
+        return self.draft_head is not None and self.schedule.final_depth == self.num_layers
+
     def describe(self) -> str:
         """One line for people."""
         settings = {

@@ -16,12 +16,6 @@ def shipped_plan(model: str) -> Plan | None:
     return Plan.load(folder) if Path(model).name == model and (folder / PLAN_FILE).is_file() else None
 
 
-def shipped_drafter(model: str) -> Plan | None:
-    """The plan shipped for drafting with a model of this name."""
-    plan = shipped_plan(model)
-    return None if plan is None else drafter_of(plan)
-
-
 def stored_plan(plan: Plan, speedup: float) -> Plan:
     """The plan calibrated for this speed-up, stored next to the given one; otherwise the given one."""
     return _beside(plan, f"speedup-{speedup:g}")
@@ -30,6 +24,11 @@ def stored_plan(plan: Plan, speedup: float) -> Plan:
 def drafter_of(plan: Plan) -> Plan:
     """The plan calibrated for drafting, stored next to the given one; otherwise the given one."""
     return _beside(plan, LOSSLESS_FOLDER)
+
+
+def plan_with_head(plan: Plan) -> Plan | None:
+    """The plan whose learned head drafts next to this one: itself, or else the plan calibrated for drafting."""
+    return next((found for found in (plan, drafter_of(plan)) if found.draft_head is not None), None)
 
 
 def _beside(plan: Plan, name: str) -> Plan:

@@ -179,7 +179,7 @@ class Service:
     def model_card(self) -> dict[str, Any]:
         about = {
             "num_layers": self.engine.stack.num_layers,
-            "default_mode": self.engine.step_mode,
+            "default_mode": self.engine.row_mode,
             "max_speedup": self.most_speedups[DEFAULT_OVER],
             "max_speedup_over": self.most_speedups,
             "max_tokens": self.worker.batcher.max_positions,

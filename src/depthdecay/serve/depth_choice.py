@@ -34,7 +34,7 @@ class Depths:
             calibrated_for = self.base.notes.get("over_tokens")
             over = asked.over_tokens or calibrated_for or max_tokens or DEFAULT_OVER
             return "decay", self.at_speedup(asked.speedup, over)
-        mode = asked.mode or self.engine.step_mode
+        mode = asked.mode or self.engine.row_mode
         if mode == "decay" and self.engine.plan is None:
             raise DepthDecayError("mode decay needs alpha or speedup, since the server was started without a plan")
         return mode, self.engine.plan if mode == "decay" else None
