@@ -75,6 +75,17 @@ def test_argmax_of_noisy_logits_is_a_draw_from_the_softmax() -> None:
     assert chi_square < 18.5  # 4 degrees of freedom: exceeded once in a thousand seeds; this seed is fixed
 
 
+def test_noise_is_never_infinite() -> None:
+    """At this step token 42364 gets the highest of all random bits; it would be drawn although top-k removed it."""
+    keys = step_keys(sequence_keys(0, [[1, 2, 3]]), 187, torch.device("cpu"))[:, 186]
+    noise = gumbel_noise(keys, 49152)
+    assert int(noise.argmax()) == 42364
+    assert noise.isfinite().all()
+    scores = torch.full((1, 49152), -float("inf"))
+    scores[0, 7] = 0.0
+    assert int((scores + noise).argmax()) == 7
+
+
 def test_noise_has_the_moments_of_gumbel() -> None:
     keys = step_keys(sequence_keys(3, [[1], [2]]), 50, torch.device("cpu")).flatten()
     noise = gumbel_noise(keys, 2000)

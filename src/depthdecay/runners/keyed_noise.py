@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 
 _MASK32 = 0xFFFFFFFF
+# In float32 the last of 24 bits' values plus a half rounds to 1. Its noise would be infinite and draw that token,
+# whatever the logits are: once in 340 tokens with a vocabulary of 49,152.
+HIGHEST_UNIFORM = 1 - 2.0**-24
 
 
 def sequence_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -47,7 +50,7 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int, tokens: torch.Tensor | Non
     """
     lanes = torch.arange(vocabulary, dtype=torch.int64, device=keys.device) if tokens is None else tokens
     bits = _mix(_mix(lanes * 0x85EBCA77 + keys.unsqueeze(1)) + keys.unsqueeze(1)) >> 8
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
+    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-24).clamp(max=HIGHEST_UNIFORM)
     return -torch.log(-torch.log(uniform))
 
 

@@ -58,13 +58,17 @@ if triton is not None:
         weights = tl.where(kept, tl.exp(values - first), 0.0)
         total = tl.sum(weights, 0)
         above = tl.sum(tl.where(values[None, :] > values[:, None], weights[None, :], 0.0), 1)
-        kept = kept & ((above < top_p * total) | (values == first)) & (weights >= min_p)
+        within = (above < top_p * total) | (values == first) | (top_p >= 1.0)
+        kept = kept & within & (weights >= min_p)
         key = tl.load(keys_ptr + row)
         bits = _mixed(_mixed(tokens * 0x85EBCA77 + key) + key) >> 8
-        noise = -tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 5.9604644775390625e-08))  # 2**-24
+        uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 5.9604644775390625e-08, 0.999999940395355224609375)  # 2**-24
+        noise = -tl.log(-tl.log(uniform))
         scores = tl.where(kept, values + noise, float("-inf"))
         best = kept & (scores == tl.max(scores, 0))
-        tl.store(picked_ptr + row, tl.min(tl.where(best, places, 0x7FFFFFFF), 0))
+        picked = tl.min(tl.where(best, places, 0x7FFFFFFF), 0)
+        likeliest = tl.load(places_ptr + row * count)
+        tl.store(picked_ptr + row, tl.where(picked == 0x7FFFFFFF, likeliest, picked))
 
 
 @torch.library.custom_op("depthdecay::pick_candidate", mutates_args=())
