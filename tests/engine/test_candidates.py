@@ -9,6 +9,7 @@ import torch
 from replays import replay_captures
 from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 from transformers import (
+    LogitNormalization,
     LogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -96,10 +97,19 @@ def test_top_p_keeps_equal_tokens_together() -> None:
         [TopKLogitsWarper(5), TypicalLogitsWarper(0.9)],
         [TopKLogitsWarper(5, min_tokens_to_keep=3)],
         [TopKLogitsWarper(250)],
+        [TopKLogitsWarper(5), LogitNormalization()],
+        [TopKLogitsWarper(5), TEMPERATURE, TopKLogitsWarper(9)],
     ],
 )
 def test_other_processors_are_left_to_transformers(processors: list[LogitsProcessor]) -> None:
     assert Cut.of(processors) is None
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_are_not_finite_pick_a_token_that_exists(value: float) -> None:
+    values, places = torch.zeros(1, 64), torch.arange(64, 128).unsqueeze(0)
+    values[0, 0] = value
+    assert 64 <= int(pick_candidate(values, places, places, keys_of(1), 50, 1.0, 0.0, False)) < 128
 
 
 def test_the_highest_are_found_in_pieces_and_at_once() -> None:

@@ -36,8 +36,9 @@ class Cut:
         start = names.index("TopKLogitsWarper")
         after = dict(zip(names[start + 1 :], processors[start + 1 :], strict=True))
         known = ["TopPLogitsWarper", "MinPLogitsWarper"]
-        plain = all(one.min_tokens_to_keep == 1 and one.filter_value == -float("inf") for one in processors[start:])
-        if [*after] != [name for name in known if name in after] or len(after) < len(names) - start - 1 or not plain:
+        if [*after] != [name for name in known if name in after] or len(after) < len(names) - start - 1:
+            return None
+        if any(one.min_tokens_to_keep != 1 or one.filter_value != -float("inf") for one in processors[start:]):
             return None
         if set(names[:start]) & {"TopPLogitsWarper", "MinPLogitsWarper"}:
             return None

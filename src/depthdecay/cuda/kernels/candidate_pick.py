@@ -85,7 +85,8 @@ def pick_candidate(
     """The place of each row's draw: of (rows, count) candidates, sorted by value, with their places and tokens.
 
     `keys` (rows) are the rows' noise keys. Tokens with equal values are kept together. `is_cut`: there were more tokens
-    than candidates. If the last one ties with the k-th, which of those were collected is arbitrary, so none is kept.
+    than candidates. If the last one ties with the k-th, which of those were collected is arbitrary, so none is kept. If
+    nothing can be kept, since values are not finite, the first candidate is picked.
     """
     if values.is_cuda:
         return launched(values, places, tokens, keys, top_k, top_p, min_p, is_cut)
@@ -96,10 +97,12 @@ def pick_candidate(
     weights = torch.where(kept, (values - first).exp(), 0.0)
     higher = values.unsqueeze(1) > values.unsqueeze(2)
     above = torch.where(higher, weights.unsqueeze(1), 0.0).sum(2)
-    kept &= ((above < top_p * weights.sum(1, keepdim=True)) | (values == first)) & (weights >= min_p)
+    within = (above < top_p * weights.sum(1, keepdim=True)) | (values == first)
+    kept &= (within | (top_p >= 1)) & (weights >= min_p)
     scores = torch.where(kept, values + gumbel_noise(keys, 0, tokens), float("-inf"))
     best = kept & (scores == scores.amax(1, keepdim=True))
-    return torch.where(best, places, 0x7FFFFFFF).amin(1)
+    picked = torch.where(best, places, 0x7FFFFFFF).amin(1)
+    return torch.where(best.any(1), picked, places[:, 0])
 
 
 def launched(
