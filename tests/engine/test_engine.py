@@ -13,6 +13,7 @@ from tiny_models import LAYERS, PROMPTS, VOCABULARY, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import depthdecay as dd
+from depthdecay.engine import sampling
 from depthdecay.errors import DepthDecayError, PlanMismatchError
 from depthdecay.runners.contract import LAG_STEPS
 from depthdecay.runners.kv_blocks import BLOCK
@@ -136,6 +137,31 @@ def test_logits_processors_and_stopping_criteria_are_accepted() -> None:
     assert result.token_ids == expected
     assert all(token % 2 == 0 for token in result.token_ids)
     assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_processors_run_once_per_token_beside_criteria(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some count their calls. The criteria get the scores that the token was drawn from."""
+    monkeypatch.setattr(sampling, "are_on_gpu", lambda scores: on_gpu)
+    calls: list[int] = []
+    seen: list[int] = []
+
+    class Counts(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            calls.append(input_ids.shape[1])
+            return scores
+
+    def criterion(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(int(scores.isfinite().sum()))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    asked = {"do_sample": True, "top_k": 4, "temperature": 0.8, "seed": 3, "eos_token_id": None}
+    engine = dd.Engine(tiny_model())
+    plain = engine.generate(PROMPTS[:1], 6, mode="full", **asked)[0].token_ids
+    both = engine.generate(PROMPTS[:1], 6, logits_processor=[Counts()], stopping_criteria=[criterion], **asked)[0]
+    assert both.token_ids == plain
+    assert len(calls) == len(seen) == 6
+    assert set(seen) == {4}
 
 
 def test_rows_end_where_a_criterion_says_however_late_the_host_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,12 +293,14 @@ class Engine:
         criteria = request.stopping_criteria
         if said.likeliest is not None and sampler.is_plain_greedy and not criteria:
             return said.likeliest, None
-        tokens = sampler.pick(said.logits, index)
-        if sampler.processors or criteria:
-            sampler.record(tokens, index)
         if not criteria:
+            tokens = sampler.pick(said.logits, index)
+            if sampler.processors:
+                sampler.record(tokens, index)
             return tokens, None
-        stopped: torch.Tensor = criteria(sampler.text(index + 1), sampler.scores(said.logits, index))
+        tokens, scores = sampler.pick_scored(said.logits, index)
+        sampler.record(tokens, index)
+        stopped: torch.Tensor = criteria(sampler.text(index + 1), scores)
         return tokens, stopped
 
     @contextlib.contextmanager

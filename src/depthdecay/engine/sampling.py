@@ -129,10 +129,22 @@ class Sampler:
             if self.cut is not None and are_on_gpu(logits):
                 scores = in_turn(self.cut.before, self._text(index, ahead), logits.to(torch.float32))
                 return self.cut.pick(scores, self.noise_keys(index))
-            scores = self.scores(logits, index, ahead)
-            if self.keys is None:
-                return likeliest(scores)
-            return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1)
+            return self._picked(self.scores(logits, index, ahead), index)
+
+    def pick_scored(self, logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same tokens with their processed scores; each processor, which may count its calls, is called once."""
+        text, scores = self.text(index), logits.to(torch.float32)
+        if self.cut is None or not are_on_gpu(logits):
+            scores = processed(self.processors, text, scores) if self.processors else scores
+            return self._picked(scores, index), scores
+        scores = in_turn(self.cut.before, text, scores)
+        tokens = self.cut.pick(scores, self.noise_keys(index))
+        return tokens, processed(self.processors[len(self.cut.before) :], text, scores)
+
+    def _picked(self, scores: torch.Tensor, index: int) -> torch.Tensor:
+        if self.keys is None:
+            return likeliest(scores)
+        return (scores + gumbel_noise(self.noise_keys(index), scores.shape[-1])).argmax(dim=-1)
 
     def scores(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> torch.Tensor:
         """The processed scores of T_index."""
