@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import warnings
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from draft_heads import random_head
 from safetensors import SafetensorError
 from tiny_models import ARCHITECTURES, LAYERS, PROMPTS, tiny_model
 
@@ -24,6 +27,7 @@ from depthdecay.cpu.compiled_rows import FEW_TOKENS
 from depthdecay.cpu.compiled_stack import CompiledLayerStack
 from depthdecay.cpu.dequantized_stack import widen_in_place
 from depthdecay.cpu.supported_models import OtherForm, form_of
+from depthdecay.engine.request import prepare_request
 from depthdecay.errors import DepthDecayError
 from depthdecay.model import load as models
 from depthdecay.model.layers import LayerStack
@@ -252,6 +256,25 @@ def test_changed_weights_are_seen_by_the_next_text() -> None:
     with torch.no_grad():
         model.model.layers[4].mlp.up_proj.weight.neg_()
     assert tokens(engine, PROMPTS[:1]) == tokens(dd.Engine(model, fast=False), PROMPTS[:1]) != before
+
+
+def test_a_text_that_has_begun_keeps_the_weights_it_began_with() -> None:
+    """Another request reads the model again, and the float32 copies of norms would be freed."""
+    model = tiny_model().bfloat16()
+    engine = dd.Engine(model, draft_head=random_head(model))
+    request = prepare_request(engine, PROMPTS[:1], 12, {"do_sample": False, "eos_token_id": None})
+    (result,) = results = engine._new_results(request, "lossless")
+    begun = engine._decoded(request, results)
+    next(begun)
+    alive = engine.stack.weights.alive  # type: ignore[attr-defined]
+    kept = [weakref.ref(tensor) for tensor in alive if isinstance(tensor, torch.Tensor)]
+    del alive
+    engine.generate(PROMPTS[1:2], 2, do_sample=False)
+    gc.collect()
+    assert all(tensor() is not None for tensor in kept)
+    for _ in begun:
+        pass
+    assert result.token_ids == engine.generate(PROMPTS[:1], 12, mode="full", **GREEDY)[0].token_ids
 
 
 def test_an_engine_tells_that_weights_are_rounded() -> None:

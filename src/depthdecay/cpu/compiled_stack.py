@@ -71,6 +71,7 @@ class CompiledLayerStack(LayerStack):
             bias = None if short.bias is None else short.bias.float()
             model = native.ModelStruct.from_buffer_copy(self._model)
             model.head = float_matrix(short.weight, None if bias is None else bias.data_ptr())
+            model.alive = [*self._model.alive, bias]
             self._short = (short, bias, model)
         return self._short[2]
 
@@ -96,7 +97,8 @@ class CompiledLayerStack(LayerStack):
 
     def _read_weights(self) -> None:
         """Build the table of weight pointers. Norms and biases are small: 16-bit ones are widened to float32 here."""
-        form, alive = self.form, []
+        form = self.form
+        alive: list[Any] = []
 
         def floats(tensor: torch.Tensor | None) -> int | None:
             if tensor is None:
@@ -108,7 +110,8 @@ class CompiledLayerStack(LayerStack):
             packed: Packed | None = None if self.rounded is None else self.rounded.matrices.get(name)
             if packed is not None:
                 return self.packed_matrix(name, packed, floats(linear.bias))
-            return float_matrix(linear.weight.detach(), floats(linear.bias))
+            alive.append(linear.weight.detach())
+            return float_matrix(alive[-1], floats(linear.bias))
 
         table = (native.Layer * len(form.layers))()
         for index, layer in enumerate(form.layers):
@@ -117,7 +120,10 @@ class CompiledLayerStack(LayerStack):
             for name in PROJECTIONS:
                 setattr(table[index], name, matrix(f"{index}.{name}", layer.projections[name]))
             table[index].window = self.windows[index] or 0
-        self._alive, self._table, self._short = alive, table, None
+        alive.append(form.embedding.weight.detach())
+        embedding = float_matrix(alive[-1])
+        alive.append(table)
+        self._short = None
         self._model = native.ModelStruct(
             hidden=form.embedding.embedding_dim,
             heads=form.heads,
@@ -130,8 +136,10 @@ class CompiledLayerStack(LayerStack):
             layer=table,
             final_norm=floats(getattr(form.final_norm, "weight", None)),
             head=matrix("head", form.head),
-            embedding=float_matrix(form.embedding.weight.detach()),
+            embedding=embedding,
         )
+        # With the structure, not with this object: a text that has begun goes on with it when weights are read again.
+        self._model.alive = alive
 
     def layer_bytes(self) -> tuple[int, ...]:
         found = super().layer_bytes()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from depthdecay.errors import one_line
 from depthdecay.files import cache_folder, made_aside, write_whole
@@ -54,6 +55,8 @@ class Segment(Structure):
 
 
 class ModelStruct(Structure):
+    alive: list[Any]  # what its pointers point to
+
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "heads", "key_value_heads", "head_size", "neurons", "layers")),
         ("epsilon", c_float),

@@ -37,6 +37,8 @@ class CompiledHead(PlacedHead):
         )
         self._layer = (native.Layer * 1)(layer)
         bias = None if self.bias is None else self._floats(self.bias)
+        self._alive.append(self.embedding.weight.detach())
+        embedding = float_matrix(self._alive[-1])
         self.model = native.ModelStruct(
             hidden=shape.hidden,
             heads=shape.heads,
@@ -50,7 +52,7 @@ class CompiledHead(PlacedHead):
             final_norm=self._floats(head.norm.weight),
             head=self._matrix(self.weight, bias, bits=8),
             # In the same call: torch's own product would leave its threads spinning on the cores that passes need.
-            embedding=float_matrix(self.embedding.weight.detach()),
+            embedding=embedding,
             join=self._matrix(head.fc.weight, bits=8),
             beside_norm=self._floats(head.token_norm.weight),
         )
