@@ -13,7 +13,7 @@ from torch import fx
 
 import depthdecay as dd
 from depthdecay.cuda import exactness, gemv_pass, last_sum
-from depthdecay.cuda.compiled_layers import CompiledLayers, free_rows, inductor_options
+from depthdecay.cuda.compiled_layers import CompiledLayers, free_rows, inductor_options, leaves_out
 from depthdecay.cuda.kernels import gemv
 from depthdecay.cuda.last_sum import Carried, added, give_addends, in_addends
 from depthdecay.cuda.pass_graphs import PassGraphs
@@ -31,6 +31,13 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "sliding_window": None,
 }
+
+
+def test_layers_with_outputs_of_their_own_are_not_taken_for_addends() -> None:
+    rest, left = torch.ones(1, 2, 8), torch.ones(4, 2, 8)
+    assert leaves_out((rest, left), left)
+    assert not leaves_out((rest, torch.zeros_like(left)), left)  # nothing is left out
+    assert not any(leaves_out(output, left) for output in (rest, (rest,), (rest, None), (rest, torch.ones(1, 2)), None))
 
 
 def exact_engine(monkeypatch: pytest.MonkeyPatch, model: Any, plan: dd.Plan) -> dd.Engine:

@@ -97,7 +97,7 @@ class CompiledLayers:
             self.in_addends[kind] = torch.compile(plain, options=inductor_options(rows))
         free_rows((given, others, kwargs), rows)
         output = self.in_addends[kind](layer, *given, *others, **kwargs)
-        if is_first and (output is None or not output[1].any()):
+        if is_first and not leaves_out(output, given[1]):
             # Nothing is left out. Run it as other layers of its kind will; it writes the same keys and values again.
             self.in_addends[kind] = None
             return self.layer(stack, index, rows, (added(*given), *others), kwargs)
@@ -187,6 +187,13 @@ class CompiledLayers:
         free_rows(hidden, rows)
         logits: torch.Tensor = self.function(_linear, rows=rows)(hidden, head.weight, head.bias)
         return logits
+
+
+def leaves_out(output: Any, left: torch.Tensor) -> bool:
+    """Whether a layer has returned two addends; some layers return tuples of their own."""
+    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], torch.Tensor):
+        return False
+    return output[1].shape == left.shape and bool(output[1].any())
 
 
 def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
