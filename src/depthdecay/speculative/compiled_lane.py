@@ -57,10 +57,11 @@ class CompiledLane(HostLane):
     def whole_window(self, record: TrackRecord, limit: int) -> Done | None:
         if record.depth != LEARNED or self.drafts:
             return None
-        window, started = self.window, time.perf_counter()
+        window = self.window
         window.expect(record)
         window.run(self.last, self.length, [], limit)
-        self.window_seconds = time.perf_counter() - started
+        # Not the whole call: after a pause, the head first reads a backlog, which says nothing about windows.
+        self.window_seconds = window.told.draft_seconds + window.told.verify_seconds
         made, verified = window.told.drafted, window.told.verified
         self.pace.saw_draft(LEARNED, window.told.draft_seconds / made)
         self.pace.saw_verification(verified + 1, window.told.verify_seconds)
