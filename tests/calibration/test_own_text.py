@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import depthdecay as dd
 from depthdecay.calibration import own_questions, own_text, text_batches, work_folder
 from depthdecay.calibration.own_questions import QuestionWriter, _question_in, _user_header, own_prompts
-from depthdecay.calibration.own_text import OwnText, TooLittleTime, write_own_text
+from depthdecay.calibration.own_text import OwnText, TooLittleTime, _Writing, write_own_text
 from depthdecay.calibration.question_starts import OPENINGS, TOPICS
 from depthdecay.calibration.text_batches import TextBatches
 from depthdecay.calibration.work_folder import WORK_FOLDER
@@ -146,6 +146,17 @@ def test_answers_are_greedy_and_sampled_and_the_greedy_ones_are_the_models_own(c
         assert answer.token_ids[: len(text.answer)] == text.answer
     assert written(chat) == texts
     assert written(chat, seed=1) != texts
+
+
+def test_prompts_of_all_lengths_are_answered_greedily_and_sampled_from_the_start(chat: LoadedModel) -> None:
+    """There may be time for few of them."""
+    prompts = [[5] * length for length in range(1, 65)]
+    writing = _Writing(engine_of(chat), chat.tokenizer, prompts, 0.5, 16, 0, None, lambda message: None)
+    lengths = [len(batch[0]) for batch, _, _ in writing.given]
+    assert lengths != sorted(lengths)
+    assert [sampled for _, _, sampled in writing.given[:4]] == [False, True, False, True]
+    answered = sorted(tuple(prompt) for batch, _, sampled in writing.given if not sampled for prompt in batch)
+    assert answered == sorted(map(tuple, prompts))
 
 
 def test_the_users_prompts_have_their_share(chat: LoadedModel) -> None:

@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from depthdecay.argument_checks import whole_number
@@ -254,12 +256,14 @@ class _Writing:
         return prompts, self.rows, sampled, "own sampled" if sampled else "own"
 
     def _batches_of(self, given: list[list[int]]) -> list[tuple[list[list[int]], int, bool]]:
-        """The user's prompts, in batches with their sizes: first for greedy answers, then for sampled ones.
+        """The user's prompts, in batches with their sizes: for greedy answers and for sampled ones, in turn.
 
-        Sorted by length, for little padding. A batch is as large as its longest prompt, the last, allows.
+        Prompts of similar length are together, for little padding; batches are in random order, since there may be time
+        for some of them only. A batch is as large as its longest prompt, the last, allows.
         """
-        found = []
+        kinds = []
         for sampled, times in ((False, 1), (True, _ANSWERS_TO_A_PROMPT - 1)):
+            found: list[tuple[list[list[int]], int, bool]] = []
             left = sorted(given * times, key=lambda prompt: (len(prompt), prompt))
             while left:
                 rows = self.rows
@@ -267,7 +271,10 @@ class _Writing:
                     rows = max(rows // 2, fitting)
                 found.append((left[:rows], rows, sampled))
                 left = left[rows:]
-        return found
+            Random(self.seed).shuffle(found)
+            kinds.append(found)
+        turns = [batch for pair in zip_longest(*kinds) for batch in pair]
+        return [batch for batch in turns if batch is not None]
 
     def _keep(self, number: int, texts: list[OwnText]) -> None:
         answered = self.answers.take_added()
