@@ -90,6 +90,22 @@ def test_text_is_written_with_the_files_own_weights(tiny: str, tmp_path: Path, m
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
 
 
+@pytest.mark.parametrize(("quantize", "in_4_bits"), [("int4", True), ("int8", False), (None, False)])
+def test_a_head_for_int4_weights_is_judged_with_int4_matrices(
+    quantize: str | None, in_4_bits: bool, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def learn_plan(*_given: Any, **named: Any) -> None:
+        assert named["in_4_bits"] is in_4_bits
+        raise Asked
+
+    monkeypatch.setattr("depthdecay.calibration.calibrate.learn_plan", learn_plan)
+    with pytest.raises(Asked):
+        dd.calibrate(tiny, None, tmp_path / "out", lossless=True, quantize=quantize, device="cpu")
+
+
 MORE = ("--also", "1.1, 1.5", "--no-variety", "--learn", "7.5")
 
 

@@ -141,7 +141,9 @@ def calibrate(
         widen_in_place(loaded.model, quantize, loaded.origin)
     texts = None if asked is None else asked(loaded.tokenizer)
     settings = _with_sizes(replace(CalibrationSettings.for_device(loaded.model.device), **effort), sizes)
-    plans = _Plans(loaded, texts, settings, folder, say, loaded.quantize_as_filed() if quantize is None else None)
+    filed = loaded.quantize_as_filed()
+    in_4_bits = (filed if quantize is None else quantize) == "int4"
+    plans = _Plans(loaded, texts, settings, folder, say, filed if quantize is None else None, in_4_bits)
     budget = TimeBudget(minutes)
     learned = {name: goal for name, goal in goals.items() if goal.lossless and drafter == "learned"}
     others = {name: goal for name, goal in goals.items() if name not in learned}
@@ -168,6 +170,7 @@ class _Plans:
     folder: Path
     say: Say
     quantize: str | None  # of the engines that write text, where it leaves the weights as they are
+    in_4_bits: bool  # the weights that the plans are for
 
     def opens(self, model: Any, **settings: Any) -> Engine:
         return Engine(model, quantize=self.quantize, origin=self.loaded.origin, **settings)
@@ -196,7 +199,14 @@ class _Plans:
         """Saves a learned drafter, its measurements and a report in a folder."""
         seed, model = self.settings.seed, self.loaded.shown_name
         plan, drafter = learn_plan(
-            self.loaded, self.texts, folder, time_budget=budget, quantize=self.quantize, seed=seed, say=self.say
+            self.loaded,
+            self.texts,
+            folder,
+            time_budget=budget,
+            quantize=self.quantize,
+            in_4_bits=self.in_4_bits,
+            seed=seed,
+            say=self.say,
         )
         figures = {"model": model, "plan": plan.describe(), "drafter": drafter.figures}
         write_result(folder / FIGURES_FILE, figures)

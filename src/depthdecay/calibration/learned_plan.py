@@ -40,12 +40,14 @@ def learn_plan(
     settings: DrafterSettings | None = None,
     time_budget: TimeBudget | None = None,
     quantize: str | None = None,
+    in_4_bits: bool = False,
     seed: int = 0,
     say: Say = lambda message: None,
 ) -> tuple[Plan, LearnedDrafter]:
     """A full-depth plan with a learned drafter, saved in `folder` with its heads.
 
     `prompts`: the user's, if any, are answered too. `quantize`: how the weights are quantized while the model writes.
+    `in_4_bits`: the head will draft with int4 weights.
     Ctrl-C while the head trains saves the best so far. Called again after an interruption, it resumes where it stopped.
     If the time is too short, `TooLittleTime` is raised as soon as that is known.
     """
@@ -69,9 +71,7 @@ def learn_plan(
     )
     pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
     work = folder / WORK_FOLDER
-    lesson = DrafterLesson(
-        stack, pairs, settings, seconds=budget.left_of(), folder=work, in_4_bits=quantize == "int4", say=say
-    )
+    lesson = DrafterLesson(stack, pairs, settings, seconds=budget.left_of(), folder=work, in_4_bits=in_4_bits, say=say)
     tokens = sum(len(text.answer) for text in texts)
 
     def saved(drafter: LearnedDrafter) -> Plan:
