@@ -48,15 +48,41 @@ def test_costs_come_from_what_was_timed() -> None:
     pace = Pace()
     assert pace.costs(0.7, 6).draft == 0.7
     assert 1.0 <= pace.costs(0.7).verify(4) < 1.1
-    pace.saw_verification(1, 0.010)
-    pace.saw_draft(6, 0.006)
-    pace.saw_verification(5, 0.014)
+    for cold in (9.0, 1.0):  # the first pass of each kind is not timed
+        pace.saw_verification(1, cold * 0.010)
+        pace.saw_draft(6, cold * 0.006)
+        pace.saw_verification(5, cold * 0.014)
     costs = pace.costs(0.7, 6)
     assert costs.draft == pytest.approx(0.6)
     assert pace.costs(0.7, 5).draft == 0.7
     assert costs.verify(5) == pytest.approx(1.4)
     assert costs.verify(3) == pytest.approx(1.2)
     assert costs.verify(1) == 1.0
+
+
+def test_passes_that_took_unusually_long_change_little() -> None:
+    pace = Pace()
+    for seconds in (0.080, 0.012, 0.010, 0.011):  # of the first ones the shortest counts
+        pace.saw_verification(1, 0.010)
+        pace.saw_verification(2, seconds)
+    assert pace.costs(0.1).verify(2) == pytest.approx(1.0)
+    for seconds in (0.011, 0.090, 0.011):
+        pace.saw_verification(1, 0.010)
+        pace.saw_verification(2, seconds)
+    assert 1.0 < pace.costs(0.1).verify(2) < 1.1
+    drafter = TrackRecord(StepCosts(0.1))
+    drafter.saw(1, 0, cost=20.0)
+    assert 1 < drafter.drag < 1.05
+
+
+@pytest.mark.parametrize(("draft", "tries"), [(0.07, 4), (0.5, 1)])
+def test_cheap_drafters_are_tried_in_several_windows(draft: float, tries: int) -> None:
+    drafter = TrackRecord(StepCosts(draft, lambda tokens: 1.0 if tokens == 1 else 2.0), prior=0.2)
+    windows = []
+    for _ in range(2 * tries + 48):
+        windows.append(drafter.window())
+        drafter.saw(windows[-1], 0)
+    assert windows == [*[1] * tries, *[0] * 16, *[1] * tries, *[0] * 32]
 
 
 def learn(drafting: Drafting, right: dict[int, float], tokens: int = 4000, seed: int = 0) -> dict[int, int]:

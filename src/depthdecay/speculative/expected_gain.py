@@ -25,6 +25,9 @@ LOOKUP, LEARNED = 0, -1  # stand for a depth: drafts from prompt lookup, and fro
 LONGEST = 15  # drafts: with the token before them, a verification of 16
 # Plain steps before a paused drafter is tried again, at first and at most; doubles with every unsuccessful try.
 PAUSE, LONGEST_PAUSE = 16, 512
+# A drafter whose draft costs less than this share of a step is tried in several windows, at first and after a pause:
+# they cost little, and a single one says little about the drafter and about what its passes take.
+CHEAP, TRIES = 0.15, 4
 # Weight of the prior for an unknown drafter, in observed drafts.
 PRIOR_DRAFTS = 8.0
 # Older drafts count less, as text changes its character.
@@ -38,6 +41,11 @@ FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
 PLACES = (64, 192)
 # Assumed cost of each further token in a verification until one has been timed. Small, since reading weights dominates.
 _UNTIMED = 0.02
+# Of each kind of pass the first is not timed, since it touches memory and loads code: a verification of two tokens took
+# four times as long as all later ones, and drafting paused for good. Of the next ones the shortest counts.
+FIRST_PASSES = 4
+# By how much one pass may change what is known of its kind, and one window what is known of windows.
+MOST_CHANGE, MOST_DRAG = 1.05, 1.02
 # Verifications after which the last plain step is too old to compare with: other load may be on the machine by then.
 RECENT = 8
 
@@ -73,6 +81,7 @@ class Pace:
     _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # valid until the next timing
     _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
     _since_step: int = field(default=0, init=False)  # verifications since the last plain step
+    _seen: dict[tuple[str, int], int] = field(default_factory=dict, init=False)  # passes of each kind
 
     @property
     def step(self) -> float | None:
@@ -81,7 +90,9 @@ class Pace:
 
     def saw_draft(self, depth: int, seconds: float) -> None:
         if self._is_comparable or depth not in self.drafts:
-            self.takes_to_draft(depth, _running_mean(self.drafts.get(depth), seconds))
+            now = self._timed(("draft", depth), self.drafts.get(depth), seconds)
+            if now is not None:
+                self.takes_to_draft(depth, now)
 
     def saw_verification(self, tokens: int, seconds: float) -> None:
         """Only costs in steps matter, and other processes slow all passes down alike.
@@ -93,12 +104,24 @@ class Pace:
         self._since_step = 0 if tokens == 1 else self._since_step + 1
         if not self._is_comparable and tokens in self.verifications:
             return
-        now = _running_mean(self.verifications.get(tokens), seconds)
-        if tokens == 1 and before is not None:  # costs in steps stay as they are
+        kind = ("verification", tokens)
+        now = self._timed(kind, self.verifications.get(tokens), seconds)
+        if now is None:
+            return
+        if tokens == 1 and before is not None and self._seen[kind] > FIRST_PASSES:  # costs in steps stay as they are
             self.drafts = {depth: time * now / before for depth, time in self.drafts.items()}
             self.verifications = {count: time * now / before for count, time in self.verifications.items()}
         else:
             self.takes_to_verify(tokens, now)
+
+    def _timed(self, kind: tuple[str, int], before: float | None, seconds: float) -> float | None:
+        """The time of such a pass, given what was known before; None for the first."""
+        self._seen[kind] = count = self._seen.get(kind, 0) + 1
+        if count == 1:
+            return None
+        if before is None or count > FIRST_PASSES:
+            return _running_mean(before, seconds)
+        return min(before, seconds)
 
     @property
     def _is_comparable(self) -> bool:
@@ -145,7 +168,10 @@ class Pace:
 
 
 def _running_mean(before: float | None, seconds: float) -> float:
-    return seconds if before is None else 0.8 * before + 0.2 * min(seconds, 3 * before)
+    """A mean that no single time moves far: on a shared machine, now and then one is several times the others."""
+    if before is None:
+        return seconds
+    return min(max(0.8 * before + 0.2 * seconds, before / MOST_CHANGE), before * MOST_CHANGE)
 
 
 @dataclass
@@ -184,6 +210,7 @@ class TrackRecord:
     _by_confidence: list[Share] = field(init=False)
     _pause: int = field(default=0, init=False)
     _next_pause: int = field(default=PAUSE, init=False)
+    _tries: int = field(default=0, init=False)  # windows since drafting last paused or paid
     _best: tuple[StepCosts, float, int] | None = field(default=None, init=False)  # for these costs and acceptance
 
     def __post_init__(self) -> None:
@@ -222,14 +249,18 @@ class TrackRecord:
         return max(1.0, self.costs.rate(self.acceptance, self.best()) / self.drag)
 
     def window(self) -> int:
-        """How many tokens to draft now. If drafting does not pay it pauses, then tries one draft again."""
+        """How many tokens to draft now. If drafting does not pay it pauses, then tries windows of one draft again."""
         if self._pause > 0:
             self._pause -= 1
             return 0
         if self.pays:
+            self._tries = 0
             return self.best()
-        self._pause = self._next_pause
-        self._next_pause = min(self._next_pause * 2, LONGEST_PAUSE)
+        self._tries += 1
+        if self._tries >= (TRIES if self.costs.draft < CHEAP else 1):
+            self._tries = 0
+            self._pause = self._next_pause
+            self._next_pause = min(self._next_pause * 2, LONGEST_PAUSE)
         return 1
 
     @property
@@ -276,7 +307,8 @@ class TrackRecord:
             return
         if cost is not None:
             expected = drafted * self.costs.draft + self.costs.verify(drafted + 1)
-            self.drag = 0.9 * self.drag + 0.1 * min(max((cost + missed) / expected, 0.8), 2.0)
+            mean = 0.9 * self.drag + 0.1 * min(max((cost + missed) / expected, 0.8), 2.0)
+            self.drag = min(max(mean, self.drag / MOST_DRAG), self.drag * MOST_DRAG)
         judged = min(accepted + 1, drafted)
         self.judged += judged
         self._here().saw(judged, accepted)
