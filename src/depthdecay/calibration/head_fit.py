@@ -92,7 +92,7 @@ class HeadFit:
         return functional.linear(normed.to(self.dtype), self.rows, self.bias)
 
     def divergence(self, batch: TextStates, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean KL of drafts to the full model, within answers only, as in drafting; later drafts count less."""
+        """The mean KL of drafts to the full model, where predictions count; later drafts count less."""
         judged = [_judged(batch.valid, draft) & batch.answers for draft in range(len(states))]
         shares = [FADING**draft for draft in range(len(states))]
         places = judged[0]

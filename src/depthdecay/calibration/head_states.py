@@ -30,7 +30,7 @@ class TextStates:
     said: torch.Tensor  # (rows, columns, hidden): the input of the LM head
     likeliest: torch.Tensor  # (rows, columns): the top token
     valid: torch.Tensor  # (rows, columns): within the text
-    answers: torch.Tensor  # (rows, columns): where the prediction belongs to the answer
+    answers: torch.Tensor  # (rows, columns): where the prediction counts, such as in the answer
 
 
 @dataclass
@@ -71,13 +71,16 @@ class StatesOfTexts:
         rows: int,
         longest: int,
         room: int,
+        prompts_count: bool = False,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """`room`: bytes that states may take on the device; the rest goes to host memory, as far as it fits.
 
-        What does not fit there either is computed again whenever it is needed.
+        What does not fit there either is computed again whenever it is needed. `prompts_count`: predictions within
+        prompts count too. Nobody drafts there, but a head learns from them for nothing.
         """
         self.stack = stack
+        self.prompts_count = prompts_count
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
         ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
@@ -138,7 +141,7 @@ class StatesOfTexts:
             end = len(prompt) + len(answer)
             ids[row, :end] = torch.tensor([*prompt, *answer])
             valid[row, :end] = True
-            answers[row, max(0, len(prompt) - 1) : end] = True
+            answers[row, 0 if self.prompts_count else max(0, len(prompt) - 1) : end] = True
         ids = ids.to(device)
         layer_pass = LayerPass(asked=self.layers)
         said = self._forward(ids, layer_pass)

@@ -264,7 +264,7 @@ class DrafterLesson:
         """The full model's hidden states on all texts, for heads of all shapes."""
         self.judged_states = {name: self._states(texts) for name, texts in self._held_out_kinds().items()}
         self.select_states = self._states([text for text, _ in self.select])
-        self.fit_states = self._states([text for text, _ in self.fit], "reading texts")
+        self.fit_states = self._states([text for text, _ in self.fit], "reading texts", prompts_count=True)
         self.vocabulary = self._vocabulary(self.fit_states)
 
     def _held_out_kinds(self) -> dict[str, list[Text]]:
@@ -275,7 +275,7 @@ class DrafterLesson:
             groups |= {kind: [text for text, own in self.held_out if own == kind] for kind in kinds}
         return groups
 
-    def _states(self, texts: Sequence[Text], title: str = "") -> StatesOfTexts:
+    def _states(self, texts: Sequence[Text], title: str = "", *, prompts_count: bool = False) -> StatesOfTexts:
         def told(done: int, total: int) -> None:
             if title and done % max(1, total // 20) == 0:
                 self.say(f"{title}, {done} of {total} batches")
@@ -287,6 +287,7 @@ class DrafterLesson:
             rows=self.settings.rows,
             longest=self.settings.longest,
             room=int(_SHARE_OF_MEMORY * free_bytes(self.stack.model.device)),
+            prompts_count=prompts_count,
             told=told,
         )
 
@@ -343,7 +344,7 @@ def measured_gain(model: Any, head: DraftHead, prompts: Sequence[list[int]], tok
 def some_behind_others(texts: Sequence[tuple[Text, str]], random: Random) -> list[tuple[Text, str]]:
     """Puts some texts after others, like later turns of a conversation: drafts must work after long contexts too.
 
-    The preceding text is only context here; it is scored as a text of its own.
+    Only their last answer is judged.
     """
     found: list[tuple[Text, str]] = []
     for (prompt, answer), kind in texts:
