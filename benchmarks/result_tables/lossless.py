@@ -85,12 +85,19 @@ def texts_section(results: list[Result]) -> list[str]:
         settings = next(iter(reports.values()))["settings"]
         words = [
             *(said := _answered(settings)),
-            f"{settings['dtype']} on {machine({**result, 'settings': settings})}",
+            f"{settings.get('quantize') or settings['dtype']} on {machine({**result, 'settings': settings})}",
             *software(result),
         ]
         lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
-        lines += ["| text | prompts | full depth, tokens/s | speed-up | with prompt lookup | answers that differ |"]
-        lines += ["|---|---:|---:|---:|---:|---:|"]
+        is_absolute = settings["device"] != "cpu"  # times there compare within a run only
+        heads = [
+            "text",
+            "prompts",
+            *(["full depth, tokens/s"] if is_absolute else []),
+            "speed-up",
+            "with prompt lookup",
+        ]
+        lines += ["| " + " | ".join([*heads, "answers that differ"]) + " |", "|---" + "|---:" * len(heads) + "|"]
         for name, report in reports.items():
             full, *drafted = report["lossless_rows"]
             by_lookup = {row["method"].endswith(LOOKUP): row for row in drafted}
@@ -98,7 +105,8 @@ def texts_section(results: list[Result]) -> list[str]:
             own = [word for word in _answered(report["settings"]) if word not in said]
             if "cut_off" in report["settings"]:
                 own += [f"cut off {report['settings']['cut_off']}"]
-            cells = [", ".join([name, *own]), str(full["prompts"]), f"{full['tokens_per_second']:.0f}"]
+            cells = [", ".join([name, *own]), str(full["prompts"])]
+            cells += [f"{full['tokens_per_second']:.0f}"] if is_absolute else []
             cells += [_speed(by_lookup[lookup]) if lookup in by_lookup else MISSING for lookup in (False, True)]
             lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
         drafter = drafted[0]["method"].removeprefix("lossless, ").removesuffix(LOOKUP)
