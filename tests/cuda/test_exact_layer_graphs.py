@@ -150,7 +150,7 @@ def test_the_engine_answers_several_prompts_as_each_alone(mode: str) -> None:
 
 
 def test_a_cpu_refuses_to_be_exact() -> None:
-    with pytest.raises(DepthDecayError, match="cannot be exact here: only our CUDA kernels"):
+    with pytest.raises(DepthDecayError, match="cannot be exact here: only our kernels"):
         Engine(tiny_model(), None).generate(PROMPTS, 2, exact=True)
 
 
@@ -243,7 +243,7 @@ def test_layers_that_cannot_be_captured_are_refused_and_nothing_runs_otherwise(m
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda engine: setattr(engine, "uses_graphs", False), "only our CUDA kernels guarantee that"),
+        (lambda engine: setattr(engine, "uses_graphs", False), "only our kernels guarantee that"),
         (lambda engine: setattr(engine, "compiled", None), "layers are not compiled"),
         (lambda engine: engine.compiled.exactness.tell(same_bits=False), "a trial has shown"),
     ],
