@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from depthdecay.engine.engine import Engine
     from depthdecay.engine.result import Result
 
-# The embedded model has no learned drafter, only prompt lookup, which drafts text that the answer copies from its
-# prompt. So a task that edits text shows lossless mode best.
+# Prompt lookup drafts text that the answer copies from its prompt, so a task that edits text shows lossless mode best.
 TASK = (
     "Make a list of the sentences in this text, one a line:\n\n"
     "The committee meets on the first Monday of each month. Members who cannot come write to the secretary by Friday. "
