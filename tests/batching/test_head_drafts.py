@@ -12,6 +12,7 @@ from tiny_models import LAYERS, PROMPTS, tiny_model
 
 import depthdecay as dd
 from depthdecay.batching.batcher import Batcher, BatchSettings
+from depthdecay.engine import lanes
 from depthdecay.engine.request import prepare_request
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative import head_rows
@@ -19,6 +20,13 @@ from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE
 from depthdecay.speculative.expected_gain import LEARNED
 from depthdecay.speculative.head_rows import HeadRows
 from depthdecay.speculative.head_text import PlacedHead
+
+
+@pytest.fixture(autouse=True)
+def heads_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA."""
+    monkeypatch.setattr(lanes, "HEADS_IN_BATCHES", {"cpu", "cuda"})
+
 
 MORE = [*PROMPTS, [(5 * place) % 90 + 3 for place in range(60)], [9, 8, 7]]
 
@@ -58,6 +66,12 @@ def test_prompts_in_pieces_and_rows_that_come_and_go(windows: list[int]) -> None
     assert drafted > 0
     assert batcher.head is not None
     assert not batcher.head.rows  # no state is left of finished rows
+
+
+def test_on_a_cpu_no_head_drafts_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = tiny_model("llama")
+    assert Batcher(dd.Engine(model, draft_head=random_head(model))).head is None
 
 
 def test_rows_draft_what_each_would_alone() -> None:

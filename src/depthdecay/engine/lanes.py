@@ -37,6 +37,11 @@ class PassSettings:
     compiled: Any = None  # layers
 
 
+# Where a learned head drafts for rows of a batch. On a CPU each verified token costs time, so drafts would have to be
+# right nearly always, and following the text alone takes 7% of a step.
+HEADS_IN_BATCHES = {"cuda"}
+
+
 class Lanes:
     """Kept from request to request: graphs with the cache they are tied to, prepared heads, and drafting statistics."""
 
@@ -65,8 +70,8 @@ class Lanes:
             return self._drafting
 
     def head_for_rows(self, repairs: Repairs) -> PlacedHead | None:
-        """The draft head for rows of a batch: one that needs no extra pass through the model's layers."""
-        if self.draft_head is None:
+        """The draft head for rows of a batch, where one can gain: it must not need the model's first layers."""
+        if self.draft_head is None or self.stack.model.device.type not in HEADS_IN_BATCHES:
             return None
         self.drafting(repairs)
         placed = self.placed_head

@@ -97,6 +97,7 @@ class CompiledWindow:
         self.stack = rows.stack
         self.most_positions = rows.blocks.longest
         self._alive: list[Any] = []
+        self.read: native.Pass | None = None  # of a learned head
         numbers = ctypes.c_int64 * _WIDEST
         self.ids, self.said = numbers(), numbers()
         self.shares = (ctypes.c_float * _WIDEST)()
@@ -132,7 +133,6 @@ class CompiledWindow:
             wanted=numbers(*range(_WIDEST)),
             logits=self._floats(_WIDEST, model.head.rows),
             best=self.said,
-            threads=threads(),
             saved=saved,
         )
         self.told = native.WindowStruct(
@@ -177,7 +177,6 @@ class CompiledWindow:
             logits=self._floats(1, len(head.head.vocabulary)),
             best=(ctypes.c_int64 * 1)(),
             share=(ctypes.c_float * 1)(),
-            threads=self.verification.threads,
             beside=self._floats(room, shape.hidden),
         )
         told.head, told.read = ctypes.pointer(head.model), ctypes.pointer(self.read)
@@ -199,6 +198,9 @@ class CompiledWindow:
         told = self.told
         self.ids[: len(drafts) + 1] = [last, *drafts]
         told.length, told.given, told.most = length, len(drafts), more
+        self.verification.threads = threads()  # may have changed since the text began
+        if self.read is not None:
+            self.read.threads = self.verification.threads
         with self.stack.exclusive():
             self.stack.code.run_window(told)
 
