@@ -124,7 +124,7 @@ def lossless_section(results: list[Result], steps: list[Result], texts: list[Res
         words = [
             f"{settings['prompts']} prompts" + (f" (cut off {settings['cut_off']})" if "cut_off" in settings else ""),
             f"up to {settings['new_tokens']} new tokens",
-            f"{settings['dtype']} on {machine(result)}",
+            f"{settings.get('quantize') or settings['dtype']} on {machine(result)}",
             *software(result),
         ]
         columns = LOSSLESS_COLUMNS
