@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often our kernels for a few rows were launched."""
     counts: Counter[str] = Counter()
     beside, attended = gemv._side_by_side, attend._launched
-    monkeypatch.setattr(gemv, "_side_by_side", lambda weights: (counts.update(["products"]), beside(weights))[1])
+
+    def counted(weights: Sequence[torch.Tensor]) -> Any:
+        counts.update(["products", *(str(tuple(weight.shape)) for weight in weights)])
+        return beside(weights)
+
+    monkeypatch.setattr(gemv, "_side_by_side", counted)
     monkeypatch.setattr(attend, "_launched", lambda *args: (counts.update(["attention"]), attended(*args))[1])
     gated = gated_product.multiply_gated
     monkeypatch.setattr(gated_product, "multiply_gated", lambda *args: (counts.update(["gated"]), gated(*args))[1])
@@ -112,7 +118,7 @@ def test_logits_have_the_same_bits_in_passes_of_every_width(
     assert trial.passes.inexact is None
     assert trial.passes.graphs.compiled is not None
     assert launches["products"] > 0
-    assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0
+    assert launches["products"] % PRODUCTS.get(architecture, 4 * LAYERS + 1) == 0, launches
     assert (launches["experts"] > 0) == (architecture == "mixtral")
     assert (launches["gated"] > 0) == (architecture == "qwen2")
     assert launches["attention"] > 0

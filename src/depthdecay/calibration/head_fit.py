@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from depthdecay.calibration.divergence import weighted_kl
+from depthdecay.calibration.divergence import ROWS_AT_ONCE, rows_within, weighted_kl
 from depthdecay.calibration.head_states import StatesOfTexts, TextStates, output_matrix
-from depthdecay.model.devices import fast_precision
+from depthdecay.model.devices import fast_precision, free_bytes
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import DraftHead, KeysAndValues
 
@@ -34,6 +34,9 @@ class HeadFit:
         with torch.no_grad():
             self.rows = matrix.weight.detach()[head.vocabulary].to(self.dtype)
             self.bias = None if matrix.bias is None else matrix.bias.detach()[head.vocabulary].to(self.dtype)
+        device = matrix.weight.device
+        on_gpu = device.type == "cuda"
+        self.rows_at_once = rows_within(free_bytes(device), len(self.rows)) if on_gpu else ROWS_AT_ONCE
 
     def _numbers(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
@@ -102,7 +105,8 @@ class HeadFit:
                 for share, inside in zip(shares, judged, strict=True)
             ]
         )
-        return weighted_kl(self.normed(states, places), weights, self.said, batch.said[places], self.said)
+        normed, wanted = self.normed(states, places), batch.said[places]
+        return weighted_kl(normed, weights, self.said, wanted, self.said, self.rows_at_once)
 
     def loss(self, batch: TextStates, drafts: int) -> torch.Tensor:
         return self.divergence(batch, self.windows(batch, drafts))
@@ -152,17 +156,18 @@ def window_attention(query: torch.Tensor, kept: Sequence[KeysAndValues]) -> torc
     keys, values = kept[0]
     rows, heads, columns, size = query.shape
     groups = keys.shape[1]
-    grouped = query.reshape(rows, groups, heads // groups, columns, size)
+    grouped = query.reshape(rows, groups, heads // groups, columns, size) * size**-0.5
     place = torch.arange(columns, device=query.device)
     visible = (place[None, :] <= place[:, None] - draft) & (place[None, :] > 0)
     visible[:, 0] |= ~visible.any(dim=1)  # these positions do not count; without any key they would be NaN
-    scores = torch.einsum("bghqd,bgkd->bghqk", grouped, keys) * size**-0.5
+    scores = torch.einsum("bghqd,bgkd->bghqk", grouped, keys)
     scores = scores.masked_fill(~visible, float("-inf"))
     own = []
     for number in range(1, draft + 1):
         key = _shifted(kept[number][0], draft - number, 2)
-        own.append(torch.einsum("bghqd,bgqd->bghq", grouped, key).unsqueeze(-1) * size**-0.5)
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        own.append(torch.einsum("bghqd,bgqd->bghq", grouped, key).unsqueeze(-1))
+    # In the scores' own type: autocast would write and read them once more in 32 bits.
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=scores.dtype)
     mixed = torch.einsum("bghqk,bgkd->bghqd", weights[..., :columns], values)
     for number in range(1, draft + 1):
         value = _shifted(kept[number][1], draft - number, 2)
