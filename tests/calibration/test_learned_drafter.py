@@ -11,7 +11,7 @@ from tiny_models import LAYERS, VOCABULARY, tiny_model
 import depthdecay as dd
 from depthdecay.calibration import gradient_steps
 from depthdecay.calibration.head_states import StatesOfTexts
-from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings
+from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings, some_behind_others
 from depthdecay.errors import DepthDecayError
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import HEAD_FILE, PORTABLE_HEAD_FILE, HeadShape, portable_states
@@ -98,6 +98,30 @@ def test_no_time_leaves_the_closed_form(model: Any, texts: list[Any]) -> None:
 def test_too_little_text_is_told(model: Any, texts: list[Any]) -> None:
     with pytest.raises(DepthDecayError, match="3 texts are too few"):
         DrafterLesson(LayerStack.of(model), texts[:3], SETTINGS)
+
+
+def test_some_texts_follow_the_most_similar_of_others() -> None:
+    texts = [
+        (([10 * kind, text], [10 * kind + 1, 10 * kind + 2]), str(kind)) for kind in range(1, 5) for text in range(8)
+    ]
+    found = some_behind_others(texts, Random(0))
+    assert [answer for (_, answer), _ in found] == [answer for (_, answer), _ in texts]
+    behind = [(found_, own) for found_, own in zip(found, texts, strict=True) if found_ != own]
+    assert 2 < len(behind) < 20
+    for ((prompt, _), kind), ((own, _), _) in behind:
+        assert prompt[-2:] == own
+        assert len(prompt) % 4 == 2
+        assert {token // 10 for token in prompt[0::2]} == {int(kind)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([2, 3, 3, 4, 4], [2, 2, 1]), ([400, 500, 600, 700, 2000], [2, 1, 1, 1])]
+)
+def test_a_batch_of_long_texts_has_fewer_rows(lengths: list[int], expected: list[int]) -> None:
+    stack = LayerStack.of(tiny_model(max_position_embeddings=2048))
+    texts = [([5] * (length - 2), [8, 9]) for length in reversed(lengths)]
+    states = StatesOfTexts(stack, [HeadShape.of(stack)], texts, rows=2, longest=4096, room=2**30)
+    assert [len(batch) for batch in states.batches] == expected
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])

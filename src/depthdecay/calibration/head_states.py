@@ -18,6 +18,7 @@ from depthdecay.speculative.draft_head import HeadShape
 Text = tuple[Sequence[int], Sequence[int]]  # a prompt and the model's answer, as token ids
 
 _LOGIT_BYTES = 2**28
+_TOKENS_TO_A_ROW = 512  # a batch of longer texts has fewer rows: attention's scores grow with the square of the length
 _SHARE_OF_HOST = 0.4  # the share of free host memory that states may take
 
 
@@ -84,7 +85,7 @@ class StatesOfTexts:
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
         ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
-        self.batches = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+        self.batches = _batches(ordered, rows)
         self.tokens = sum(len(prompt) + len(answer) for prompt, answer in ordered)
         self._kept: dict[int, _Read] = {}
         elsewhere = primary_device(stack.model).type != "cpu"
@@ -203,6 +204,17 @@ def likeliest_tokens(head: nn.Linear, said: torch.Tensor) -> torch.Tensor:
 def _entry(shape: HeadShape) -> tuple[int, ...]:
     """The layer whose output a head uses for tokens; empty if it uses their embeddings."""
     return (shape.first_layers - 1,) if shape.first_layers else ()
+
+
+def _batches(ordered: Sequence[Text], rows: int) -> list[list[Text]]:
+    """Texts in the order of their length, at most so many to a batch."""
+    found: list[list[Text]] = []
+    for text in ordered:
+        length = len(text[0]) + len(text[1])
+        if not found or len(found[-1]) == rows or (len(found[-1]) + 1) * length > rows * _TOKENS_TO_A_ROW:
+            found.append([])
+        found[-1].append(text)
+    return found
 
 
 def _cut(text: Text, longest: int) -> Text:

@@ -46,7 +46,8 @@ _TIME_TO_COMPARE = 240.0
 # On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12
-_BEHIND_OTHERS, _MOST_BEFORE = 0.2, 3  # share of texts that follow other texts, and how many of those at most
+_BEHIND_OTHERS, _MOST_BEFORE = 0.25, 4  # share of texts that follow other texts, and how many of those at most
+_COMPARED = 64  # texts, of which the most similar ones come first
 _VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
 _GUESSED_RIGHT = 0.6  # assumed acceptance for choosing a vocabulary, before anything is trained
 
@@ -58,7 +59,7 @@ class DrafterSettings:
     epochs: float = 4.0
     drafts: int = 4  # per unrolled window
     rows: int = 32
-    longest: int = 1024  # tokens of a text, with preceding texts
+    longest: int = 1536  # tokens of a text, with preceding texts
     rate: float = 5e-4
     width: float = 1.0  # of a layer's neurons
     first_layers: tuple[int, ...] = (0, 2, 5)  # how many of the model's layers heads build on
@@ -342,18 +343,29 @@ def measured_gain(model: Any, head: DraftHead, prompts: Sequence[list[int]], tok
 
 
 def some_behind_others(texts: Sequence[tuple[Text, str]], random: Random) -> list[tuple[Text, str]]:
-    """Puts some texts after others, like later turns of a conversation: drafts must work after long contexts too.
+    """Puts some texts after similar ones, as in a conversation or behind examples.
 
-    Only their last answer is judged.
+    Drafts must work after long contexts too, and take from them what an answer repeats. Only the last answer is judged.
     """
+    words = [{*prompt, *answer} for (prompt, answer), _ in texts]
     found: list[tuple[Text, str]] = []
-    for (prompt, answer), kind in texts:
+    for number, ((prompt, answer), kind) in enumerate(texts):
         before: list[int] = []
         if random.random() < _BEHIND_OTHERS:
-            for (asked, said), _ in random.choices(texts, k=random.randint(1, _MOST_BEFORE)):
+            others = [
+                other for other in random.sample(range(len(texts)), min(_COMPARED, len(texts))) if other != number
+            ]
+            others.sort(key=lambda other: _similarity(words[number], words[other]))
+            for other in others[-random.randint(1, _MOST_BEFORE) :]:
+                (asked, said), _ = texts[other]
                 before += [*asked, *said]
         found.append((([*before, *prompt], answer), kind))
     return found
+
+
+def _similarity(these: set[int], those: set[int]) -> float:
+    """The share of tokens that two texts have in common."""
+    return len(these & those) / len(these | those)
 
 
 @dataclass
