@@ -13,6 +13,8 @@ import argparse
 import statistics
 from typing import Any
 
+import torch
+
 from depthdecay import Engine, load
 from depthdecay.model.kv_cache import bucket_for
 from depthdecay.result_files import require_writable, write_result
@@ -28,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 PROMPT = "Explain why the sky is blue, and why sunsets are red."
 
 
+@torch.no_grad()
 def captured(chain: Chain, widths: list[int], depth: int) -> dict[Any, Any]:
     """The graphs of a draft and of verifications, with the settings that the last text had."""
     passes = chain.passes
