@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny_models import LAYERS, VOCABULARY, tiny_model
 
 import depthdecay as dd
-from depthdecay.calibration import gradient_steps
+from depthdecay.calibration import gradient_steps, learned_drafter
 from depthdecay.calibration.head_states import StatesOfTexts
 from depthdecay.calibration.learned_drafter import DrafterLesson, DrafterSettings, some_behind_others
 from depthdecay.errors import DepthDecayError
@@ -114,14 +115,24 @@ def test_some_texts_follow_the_most_similar_of_others() -> None:
         assert {token // 10 for token in prompt[0::2]} == {int(kind)}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"), [([2, 3, 3, 4, 4], [2, 2, 1]), ([400, 500, 600, 700, 2000], [2, 1, 1, 1])]
-)
+@pytest.mark.parametrize(("lengths", "expected"), [([2, 3, 3, 4, 4], [2, 2, 1]), ([6, 9, 11, 40], [2, 1, 1])])
 def test_a_batch_of_long_texts_has_fewer_rows(lengths: list[int], expected: list[int]) -> None:
-    stack = LayerStack.of(tiny_model(max_position_embeddings=2048))
+    stack = LayerStack.of(tiny_model())
     texts = [([5] * (length - 2), [8, 9]) for length in reversed(lengths)]
-    states = StatesOfTexts(stack, [HeadShape.of(stack)], texts, rows=2, longest=4096, room=2**30)
+    states = StatesOfTexts(stack, [HeadShape.of(stack)], texts, rows=2, most_tokens=20, longest=64, room=2**30)
     assert [len(batch) for batch in states.batches] == expected
+
+
+def test_a_training_step_takes_fewer_tokens_where_memory_is_short(
+    model: Any, texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lesson = DrafterLesson(LayerStack.of(model), texts, SETTINGS)
+    assert lesson._tokens_at_once() == 8 * 512
+    monkeypatch.setattr(lesson.stack, "model", SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(learned_drafter, "free_bytes", lambda device: 64e6)
+    assert 48 < lesson._tokens_at_once() < 4096
+    monkeypatch.setattr(learned_drafter, "free_bytes", lambda device: 1e6)
+    assert lesson._tokens_at_once() == 48
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])

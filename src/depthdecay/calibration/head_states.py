@@ -18,7 +18,6 @@ from depthdecay.speculative.draft_head import HeadShape
 Text = tuple[Sequence[int], Sequence[int]]  # a prompt and the model's answer, as token ids
 
 _LOGIT_BYTES = 2**28
-_TOKENS_TO_A_ROW = 512  # a batch of longer texts has fewer rows: attention's scores grow with the square of the length
 _SHARE_OF_HOST = 0.4  # the share of free host memory that states may take
 
 
@@ -70,12 +69,15 @@ class StatesOfTexts:
         texts: Sequence[Text],
         *,
         rows: int,
+        most_tokens: int = 2**20,
         longest: int,
         room: int,
         prompts_count: bool = False,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`room`: bytes that states may take on the device; the rest goes to host memory, as far as it fits.
+        """`rows`, `most_tokens`: of a batch, with its padding.
+
+        `room`: bytes that states may take on the device; the rest goes to host memory, as far as it fits.
 
         What does not fit there either is computed again whenever it is needed. `prompts_count`: predictions within
         prompts count too. Nobody drafts there, but a head learns from them for nothing.
@@ -85,7 +87,7 @@ class StatesOfTexts:
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
         ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
-        self.batches = _batches(ordered, rows)
+        self.batches = _batches(ordered, rows, most_tokens)
         self.tokens = sum(len(prompt) + len(answer) for prompt, answer in ordered)
         self._kept: dict[int, _Read] = {}
         elsewhere = primary_device(stack.model).type != "cpu"
@@ -206,12 +208,12 @@ def _entry(shape: HeadShape) -> tuple[int, ...]:
     return (shape.first_layers - 1,) if shape.first_layers else ()
 
 
-def _batches(ordered: Sequence[Text], rows: int) -> list[list[Text]]:
-    """Texts in the order of their length, at most so many to a batch."""
+def _batches(ordered: Sequence[Text], rows: int, most_tokens: int) -> list[list[Text]]:
+    """Texts in the order of their length; a batch has at most so many rows and tokens, or one text."""
     found: list[list[Text]] = []
     for text in ordered:
         length = len(text[0]) + len(text[1])
-        if not found or len(found[-1]) == rows or (len(found[-1]) + 1) * length > rows * _TOKENS_TO_A_ROW:
+        if not found or len(found[-1]) == rows or (len(found[-1]) + 1) * length > most_tokens:
             found.append([])
         found[-1].append(text)
     return found

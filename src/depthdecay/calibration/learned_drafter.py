@@ -39,10 +39,13 @@ from depthdecay.speculative.expected_gain import LONGEST, Pace
 
 LEAST_TEXTS = 16
 _LEAST_LAYERS = 8  # of a model, for heads that other engines load: they use the states of fixed layers
-_SHARE_OF_MEMORY = 0.5
-_SHORT_STEPS = 0.08  # share of the steps for comparing heads
-# Seconds left, for comparing heads at all: of 65, comparing took 24, and the head that was kept was short of steps.
-_TIME_TO_COMPARE = 240.0
+_SHARE_OF_MEMORY = 0.5  # of what is free, for the states of texts
+_SHARE_FOR_A_STEP = 0.35  # for a training step
+_TOKENS_TO_A_ROW = 512  # in a batch of long texts, which has fewer rows
+_SHORT_STEPS, _SHORT_TIME = 0.05, 0.05  # share of the steps, and of the time, for each head that is compared
+_TIME_TO_COMPARE = (
+    360.0  # seconds left, for comparing heads at all: with fewer, the head that is kept is short of steps
+)
 # On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12
@@ -56,7 +59,7 @@ _GUESSED_RIGHT = 0.6  # assumed acceptance for choosing a vocabulary, before any
 class DrafterSettings:
     """How much text a head is trained on, and how."""
 
-    epochs: float = 4.0
+    epochs: float = 8.0
     drafts: int = 4  # per unrolled window
     rows: int = 32
     longest: int = 1536  # tokens of a text, with preceding texts
@@ -146,7 +149,7 @@ class DrafterLesson:
         self._read_texts()
         best = shapes[0]
         if len(shapes) > 1 and self.ends - time.monotonic() > _TIME_TO_COMPARE:
-            short = [self._fitted(shape, _SHORT_STEPS, 0.1) for shape in shapes]
+            short = [self._fitted(shape, _SHORT_STEPS, _SHORT_TIME) for shape in shapes]
             self.tried = [fitted.told for fitted in short]
             best = shapes[short.index(self._chosen(short))]
         alone = self.portable_shape in (None, best)
@@ -286,11 +289,22 @@ class DrafterLesson:
             [*self.shapes, *([] if self.portable_shape is None else [self.portable_shape])],
             texts,
             rows=self.settings.rows,
+            most_tokens=self._tokens_at_once(),
             longest=self.settings.longest,
             room=int(_SHARE_OF_MEMORY * free_bytes(self.stack.model.device)),
             prompts_count=prompts_count,
             told=told,
         )
+
+    def _tokens_at_once(self) -> int:
+        """Tokens of a batch: fewer than asked for where memory is short."""
+        settings, device = self.settings, self.stack.model.device
+        most = settings.rows * _TOKENS_TO_A_ROW
+        if device.type != "cuda":
+            return most
+        # What the backward pass keeps of a token, for each draft: of the MLP, of states, and attention's scores.
+        kept = max(8 * shape.neurons + 40 * shape.hidden + 8 * shape.heads * settings.longest for shape in self.shapes)
+        return max(settings.longest, min(most, int(_SHARE_FOR_A_STEP * free_bytes(device) / (settings.drafts * kept))))
 
     def _vocabulary(self, fit: StatesOfTexts) -> torch.Tensor:
         """The draft vocabulary: as many tokens as pay off, by how often others are needed and what their rows cost."""
