@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="skip this many prompts at the beginning of each file")
     parser.add_argument("--lookup", choices=LOOKUPS, default="both")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--shared-device", action="store_true", help="other processes use it: do not show times")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     require_writable(arguments.json)
@@ -158,7 +159,8 @@ def main() -> None:
 
         def save(report: LosslessReport, name: str = texts.name, told: dict[str, Any] = told) -> None:
             reports[name] = {"asked": told, **report.to_dict()}
-            write_result(arguments.json, {"model": loaded.shown_name, "lossless_texts": reports})
+            shared = {"shared_device": True} if arguments.shared_device else {}
+            write_result(arguments.json, {"model": loaded.shown_name, **shared, "lossless_texts": reports})
 
         report = run_lossless_bench(
             loaded.model,

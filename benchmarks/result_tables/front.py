@@ -15,6 +15,7 @@ TEXT_NAMES = {
     "mtbench": "MT-bench (chat)",
     "humaneval": "HumanEval (code)",
     "bbh": "BIG-Bench Hard (reasoning)",
+    "languages": "German and Chinese (chat)",
 }
 # The task with enough questions to tell plans apart, for plans that were calibrated on it.
 DECAY_TASK = "gsm8k"
@@ -26,7 +27,7 @@ def file_link(result: Result, words: str) -> str:
 
 def newest(results: list[Result]) -> Result | None:
     """The most recent one measured on a GPU, of those on the most kinds of text; one on a few replaces none on all."""
-    on_gpu = [result for result in results if result["machine"].get("gpu")]
+    on_gpu = [result for result in results if result["machine"].get("gpu") and not result.get("shared_device")]
     return max(
         on_gpu,
         key=lambda result: (len(result["lossless_texts"]), result.get("date", ""), result["file"]),

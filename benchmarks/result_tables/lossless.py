@@ -88,6 +88,8 @@ def texts_section(results: list[Result]) -> list[str]:
             f"{settings.get('quantize') or settings['dtype']} on {machine({**result, 'settings': settings})}",
             *software(result),
         ]
+        is_shared = result.get("shared_device", False)
+        words += ["beside other processes, so without times"] if is_shared else []
         lines += [f"**{result['model']}**, {link(result)}: {', '.join(words)}", ""]
         is_absolute = settings["device"] != "cpu"  # times there compare within a run only
         heads = [
@@ -106,8 +108,9 @@ def texts_section(results: list[Result]) -> list[str]:
             if "cut_off" in report["settings"]:
                 own += [f"cut off {report['settings']['cut_off']}"]
             cells = [", ".join([name, *own]), str(full["prompts"])]
-            cells += [f"{full['tokens_per_second']:.0f}"] if is_absolute else []
-            cells += [_speed(by_lookup[lookup]) if lookup in by_lookup else MISSING for lookup in (False, True)]
+            cells += [MISSING if is_shared else f"{full['tokens_per_second']:.0f}"] if is_absolute else []
+            shown = {} if is_shared else by_lookup
+            cells += [_speed(shown[lookup]) if lookup in shown else MISSING for lookup in (False, True)]
             lines += ["| " + " | ".join([*cells, f"{differ} of {full['prompts']}"]) + " |"]
         drafter = drafted[0]["method"].removeprefix("lossless, ").removesuffix(LOOKUP)
         lines += ["", f"Drafter: {drafter}. `{result['command']}`", ""]
