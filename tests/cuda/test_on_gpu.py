@@ -18,6 +18,7 @@ from depthdecay.cuda.capture_or_fallback import Capturer
 from depthdecay.cuda.compiled_layers import CompiledLayers
 from depthdecay.cuda.decode_attention import spans_of
 from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.cuda.kernels.keyed_pick import Rules, Seen, pick
 from depthdecay.cuda.pass_graphs import PassGraphs
 from depthdecay.model.layers import LayerStack
 from depthdecay.model.repairs import REPAIRS_FILE, Repair, Repairs
@@ -231,6 +232,24 @@ def test_seeded_samples_are_the_cpu_s() -> None:
     expected = dd.Engine(tiny_model(), plan=plan_with(None), compile=False).generate(PROMPTS, **settings)
     results = dd.Engine(on_gpu(), plan=plan_with(None), compile=False).generate(PROMPTS, **settings)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+@pytest.mark.parametrize("rules", [Rules(0.7, 1.2), Rules(0.9, 1.0, 50, 0.9), Rules(1.0, 1.1, 190, 1.0, 0.02)])
+@pytest.mark.parametrize("vocabulary", [500, 16_384, 151_936])
+def test_our_kernels_draw_what_the_plain_form_draws(vocabulary: int, rules: Rules) -> None:
+    """Logarithms differ in their last bit, which may decide a draw once in a long time."""
+    torch.manual_seed(0)
+    logits, keys = (3 * torch.randn(64, vocabulary)).bfloat16(), torch.randint(2**32, (64,))
+    has, window = torch.rand(1, vocabulary + 1) < 0.3, torch.randint(vocabulary, (17,))
+    seen = Seen(has, window, torch.randint(17, (64,)))
+    on_gpu = Seen(has.cuda(), window.cuda(), seen.upto.cuda())  # type: ignore[union-attr]
+    found = pick(logits.cuda(), keys.cuda(), rules, None, on_gpu)
+    assert int((found.cpu() != pick(logits, keys, rules, None, seen)).sum()) <= 1
+    for row in (0, 7, 63):
+        alone = Seen(on_gpu.has, on_gpu.window, on_gpu.upto[row : row + 1])  # type: ignore[index]
+        assert int(pick(logits[row : row + 1].cuda(), keys[row : row + 1].cuda(), rules, None, alone)) == int(
+            found[row]
+        )
 
 
 def test_a_rope_that_synchronises_runs_eagerly_and_says_so() -> None:

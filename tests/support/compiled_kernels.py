@@ -19,9 +19,10 @@ from triton.runtime import JITFunction, driver
 
 from depthdecay.bench.model_shapes import SHAPES
 from depthdecay.cuda.decode_attention import spans_of
-from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv, host_copy
+from depthdecay.cuda.kernels import expert_products, gated_product, gemv, host_copy, keyed_pick
 from depthdecay.cuda.kernels import paged_attention as over_blocks
 from depthdecay.cuda.kernels import split_attention as attend
+from depthdecay.cuda.kernels.keyed_pick import Rules, Seen
 from depthdecay.cuda.kernels.paged_attention import Paged
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -116,10 +117,15 @@ def experts(compiled: Compiled, dtype: torch.dtype) -> None:
 
 
 def draws(compiled: Compiled) -> None:
-    for count in (64, 128, 256):
-        compiled.about = f"{count} candidates"
-        values, places = torch.empty(2, count), torch.empty(2, count, dtype=torch.long)
-        candidate_pick.launched(values, places, places, places[:, 0], 20, 0.8, 0.0, True)
+    keys, window = torch.zeros(2, dtype=torch.long), torch.zeros(17, dtype=torch.long)
+    for count, dtype in ((151_936, torch.bfloat16), (49_152, torch.float32), (16_384, torch.bfloat16)):
+        logits, tokens = torch.empty(2, count, dtype=dtype), torch.empty(count, dtype=torch.long)
+        seen = Seen(torch.empty(1, count, dtype=torch.bool), window, keys)
+        for rules in (Rules(0.7), Rules(0.7, 1.1, 50, 0.9), Rules(0.7, 1.0, 150)):
+            compiled.about = f"{count} tokens, {str(dtype)[6:]}, top-k {rules.top_k}"
+            for named in (None, tokens):
+                for of_text in (None, seen):
+                    keyed_pick.launched(logits, keys, named, of_text, rules)
 
 
 def copies(compiled: Compiled) -> None:

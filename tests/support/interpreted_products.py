@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton_interpreter  # noqa: F401
 
-from depthdecay.cuda.kernels import candidate_pick, expert_products, gated_product, gemv, host_copy
+from depthdecay.cuda.kernels import expert_products, gated_product, gemv, host_copy, keyed_pick
+from depthdecay.cuda.kernels.keyed_pick import Rules, Seen
 
 
 def check_products(dtype: torch.dtype, columns: int, heights: list[int]) -> None:
@@ -46,14 +47,35 @@ def check_experts(dtype: torch.dtype, experts: int, choices: int, each: bool) ->
         assert torch.equal(some, expected[:, pairs]), (dtype, experts, choices, each, first, count)
 
 
-def check_picks(count: int, top_k: int, top_p: float, min_p: float) -> None:
-    """Every row of the kernel draws what the plain form draws; ties are frequent."""
-    values = (2 * torch.randn(40, count)).bfloat16().float().sort(descending=True).values
-    places = torch.stack([torch.randperm(5000)[:count] for _ in range(40)])
-    keys = torch.randint(2**32, (40,))
-    for is_cut in (False, True):
-        given = values, places, places + 7, keys, top_k, top_p, min_p, is_cut
-        assert torch.equal(candidate_pick.launched(*given), candidate_pick.pick_candidate(*given)), given[4:]
+def check_picks(count: int, rules: Rules, spread: float = 2.0, rows: int = 12) -> None:
+    """Every row of the kernels draws what the plain form draws, alone and in company; ties are frequent."""
+    logits = (spread * torch.randn(rows, count)).bfloat16().float()
+    keys, named = torch.randint(2**32, (rows,)), torch.randperm(count) * 3 + 1
+    has, window = torch.rand(1, 3 * count + 1) < 0.5, torch.randint(3 * count, (7,))
+    several = Seen(torch.rand(rows, 3 * count + 1) < 0.5)
+    for tokens in (None, named):
+        for seen in (None, several, Seen(has, window, torch.randint(7, (rows,)))):
+            expected = keyed_pick.plainly(logits, keys, tokens, seen, rules)
+            assert torch.equal(keyed_pick.launched(logits, keys, tokens, seen, rules), expected), (count, rules)
+    for row in range(0, rows, 5):
+        alone = keyed_pick.launched(logits[row : row + 1], keys[row : row + 1], None, None, rules)
+        assert torch.equal(alone, keyed_pick.plainly(logits, keys, None, None, rules)[row : row + 1])
+
+
+def check_ties() -> None:
+    """More equal scores than there is room for are left out, unless nothing is above them."""
+    logits = torch.zeros(1, 9000)
+    for highest, allowed in (([], range(9000)), ([17, 8000, 8001], [17, 8000, 8001])):
+        logits[0, highest] = 1.0
+        drawn = {int(keyed_pick.launched(logits, torch.tensor([key]), None, None, Rules(top_k=9))) for key in range(40)}
+        assert drawn <= set(allowed)
+        assert len(drawn) > 2
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for rules in (Rules(top_k=9, top_p=0.5), Rules()):
+            logits[0, 5] = value
+            assert 0 <= int(keyed_pick.launched(logits, torch.tensor([1]), None, None, rules)) < 9000
+    logits[:] = -float("inf")
+    assert 0 <= int(keyed_pick.launched(logits, torch.tensor([1]), None, None, Rules(top_k=9))) < 9000
 
 
 def check_copies() -> None:
@@ -74,13 +96,14 @@ if __name__ == "__main__":
         for experts, choices in ((4, 2), (6, 3)):
             for each in (False, True):
                 check_experts(dtype, experts, choices, each)
-    for count, top_k, top_p, min_p in (
-        (64, 20, 0.8, 0.0),
-        (128, 50, 1.0, 0.1),
-        (97, 90, 0.95, 0.01),
-        (64, 1, 0.5, 0.0),
-    ):
-        check_picks(count, top_k, top_p, min_p)
+    for count in (9, 97, 1024, 5000):
+        check_picks(count, Rules(0.7, 1.3, 20, 0.8))
+        check_picks(count, Rules(penalty=1.1, top_k=1))
+    check_picks(70_000, Rules(1.3, 1.2, 50, 0.9, 0.02), 3.0, 3)
+    check_picks(9000, Rules(top_k=190, top_p=0.95, min_p=0.01), 0.5)
+    for count in (97, 5000):
+        check_picks(count, Rules(0.7, 1.3))
+    check_ties()
     check_copies()
     check_gated(132 * 32, 128)
     check_gated(216 * 64, 64)

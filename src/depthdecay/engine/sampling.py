@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from depthdecay.cpu.threads import one_torch_thread
-from depthdecay.engine.candidates import Cut, are_on_gpu
+from depthdecay.cuda.kernels.keyed_pick import Seen
+from depthdecay.engine.keyed_draw import Draw, are_on_gpu
 from depthdecay.library_internals import logits_processors
 from depthdecay.runners.keyed_noise import gumbel_noise, step_keys
 
@@ -116,9 +117,9 @@ class Sampler:
         return not self.is_sampling and not self.processors
 
     @functools.cached_property
-    def cut(self) -> Cut | None:
-        """How the likeliest tokens are cut off before a draw, if that is all that matters."""
-        return Cut.of(self.processors) if self.is_sampling else None
+    def draw(self) -> Draw | None:
+        """How our own kernels draw with these settings, if they can."""
+        return Draw.of(self.processors) if self.is_sampling else None
 
     def pick(self, logits: torch.Tensor, index: int, ahead: Sequence[int] = ()) -> torch.Tensor:
         """The tokens T_index of all rows.
@@ -126,20 +127,30 @@ class Sampler:
         `ahead`: for a single row, tokens between those on record and T_index, such as drafts.
         """
         with few_threads(logits):
-            if self.cut is not None and are_on_gpu(logits):
-                scores = in_turn(self.cut.before, self._text(index, ahead), logits.to(torch.float32))
-                return self.cut.pick(scores, self.noise_keys(index))
+            if self.draw is not None and are_on_gpu(logits):
+                return self._drawn(self.draw, logits, self._text(index, ahead), index)[0]
             return self._picked(self.scores(logits, index, ahead), index)
 
     def pick_scored(self, logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same tokens with their processed scores; each processor, which may count its calls, is called once."""
-        text, scores = self.text(index), logits.to(torch.float32)
-        if self.cut is None or not are_on_gpu(logits):
+        text = self.text(index)
+        if self.draw is None or not are_on_gpu(logits):
+            scores = logits.to(torch.float32)
             scores = processed(self.processors, text, scores) if self.processors else scores
             return self._picked(scores, index), scores
-        scores = in_turn(self.cut.before, text, scores)
-        tokens = self.cut.pick(scores, self.noise_keys(index))
-        return tokens, processed(self.processors[len(self.cut.before) :], text, scores)
+        tokens, scores = self._drawn(self.draw, logits, text, index)
+        return tokens, processed(self.processors[len(self.draw.before) :], text, scores.to(torch.float32))
+
+    def _drawn(
+        self, draw: Draw, logits: torch.Tensor, text: torch.Tensor, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens after `text` (rows, tokens), and the scores that our kernels drew them from."""
+        scores = in_turn(draw.before, text, logits.to(torch.float32)) if draw.before else logits
+        seen = None
+        if draw.penalises:
+            has = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            seen = Seen(has.scatter_(1, text, True))
+        return draw.pick(scores, self.noise_keys(index), seen=seen), scores
 
     def _picked(self, scores: torch.Tensor, index: int) -> torch.Tensor:
         if self.keys is None:
@@ -262,16 +273,16 @@ def _picked(
 ) -> torch.Tensor:
     with few_threads(logits):
         scores, first = logits.to(torch.float32), samplers[0]
-        cut = first.cut if are_on_gpu(logits) else None
-        if cut is not None:
-            scores = in_turn(cut.before, first.history[:0], scores)
+        draw = first.draw if are_on_gpu(logits) else None
+        if draw is not None:
+            scores = in_turn(draw.before, first.history[:0], scores)
         elif first.processors:
             scores = _processed_alike(first, scores, together)
         if not first.is_sampling:
             return likeliest(scores)
         keys = torch.cat([sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)])
-        if cut is not None:
-            return cut.pick(scores, keys)
+        if draw is not None:
+            return draw.pick(scores, keys)
         return (scores + gumbel_noise(keys, scores.shape[-1])).argmax(dim=-1)
 
 

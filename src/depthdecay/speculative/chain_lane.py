@@ -66,8 +66,7 @@ def take_draft(
     turn: torch.Tensor,
 ) -> None:
     """Append the most likely token to the drafts, with its probability. `rows`: the tokens of a shortened LM head."""
-    # Reduced in pieces, one program each: a single program would take longer than half a layer.
-    pieces = logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
+    pieces = _in_pieces(logits)
     highest, place = pieces.max(1)
     shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
     piece = highest.argmax(0, keepdim=True)
@@ -75,6 +74,11 @@ def take_draft(
     confidences.index_put_((turn, drafted), 1 / (shares * (highest - highest[piece]).exp()).sum(0, keepdim=True))
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
+
+
+def _in_pieces(logits: torch.Tensor) -> torch.Tensor:
+    """To be reduced by one program each: a single program would take longer than half a layer."""
+    return logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
 
 
 def take_picked(
@@ -87,7 +91,12 @@ def take_picked(
     turn: torch.Tensor,
 ) -> None:
     """The same for a draft that was already picked, given as an index into the logits."""
-    confidences.index_put_((turn, drafted), logits.float().softmax(-1)[0, picked])
+    pieces = _in_pieces(logits)
+    highest = pieces.max(1).values
+    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
+    first = highest.max()
+    share = (logits[0, picked].float() - first).exp() / (shares * (highest - first).exp()).sum()
+    confidences.index_put_((turn, drafted), share)
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (picked if rows is None else rows[picked]).unsqueeze(0))
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from depthdecay.engine.candidates import are_on_gpu
+from depthdecay.cuda.kernels.keyed_pick import Seen
+from depthdecay.engine.keyed_draw import PENALTY, are_on_gpu
 from depthdecay.engine.sampling import Sampler, in_turn, processed, settings_alike
 from depthdecay.runners.keyed_noise import gumbel_noise
-
-_PENALTY = "RepetitionPenaltyLogitsProcessor"
 
 
 def settings_of(sampler: Sampler) -> tuple[Any, ...] | None:
     """A key for the settings that graphs depend on; None if graphs cannot do what the sampler does."""
     if sampler.is_plain_greedy:
         return ()
-    penalties = [processor for processor in sampler.processors if type(processor).__name__ == _PENALTY]
+    penalties = [processor for processor in sampler.processors if type(processor).__name__ == PENALTY]
     if len(penalties) > 1 or any(penalty.prompt_ignore_length for penalty in penalties):
         return None
     blind = settings_alike(processor for processor in sampler.processors if processor not in penalties)
@@ -52,7 +51,7 @@ class ChainPick:
     @property
     def _penalises(self) -> bool:
         assert self.sampler is not None
-        return any(type(processor).__name__ == _PENALTY for processor in self.sampler.processors)
+        return any(type(processor).__name__ == PENALTY for processor in self.sampler.processors)
 
     def prepare(self, sampler: Sampler) -> None:
         """Prepare for a text with this sampler, whose settings graphs must support."""
@@ -84,17 +83,11 @@ class ChainPick:
         position: torch.Tensor,
     ) -> torch.Tensor:
         """The token (1) after a window's drafts so far, as an index into the logits; `rows`: their token ids."""
-        has = self._with_window(ids, drafted)[:, :-1] if self._penalises else None
-        if has is not None and rows is not None:
-            has = has[:, rows]
-        return self._pick(logits, has, position, rows)
+        return self._pick(logits, ids, drafted, position, rows)
 
     def verified(self, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The full model's pick after every token of a window (rows)."""
-        has = None
-        if self._penalises:
-            has = self._with_window(ids, torch.arange(ids.shape[1], device=ids.device))[:, :-1]
-        return self._pick(logits, has, positions, None)
+        return self._pick(logits, ids, torch.arange(ids.shape[1], device=ids.device), positions, None)
 
     def take(self, ids: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
         """Add the first tokens of a window, and the one after them, to the text."""
@@ -112,13 +105,26 @@ class ChainPick:
         return self.has.expand(len(upto), -1).scatter(1, own, True)
 
     def _pick(
-        self, logits: torch.Tensor, has: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        upto: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
+        """`upto` (rows): the place in the window, whose tokens are `ids`, that each row follows."""
         assert self.sampler is not None
-        cut, nothing = self.sampler.cut, self.sampler.history[:0]
-        if cut is not None and are_on_gpu(logits):
-            return cut.pick(in_turn(cut.before, nothing, logits.float(), has), self.keys[positions], rows)
+        draw = self.sampler.draw if are_on_gpu(logits) else None
+        by_kernel = draw is not None and draw.penalises
+        has = None
+        if self._penalises and not by_kernel:
+            has = self._with_window(ids, upto)[:, :-1]
+            has = has if rows is None else has[:, rows]
+        nothing, keys = self.sampler.history[:0], self.keys[positions]
+        if draw is not None:
+            scores = in_turn(draw.before, nothing, logits.float(), has) if draw.before else logits
+            return draw.pick(scores, keys, rows, Seen(self.has.unsqueeze(0), ids[0], upto) if by_kernel else None)
         scores = processed(self.sampler.processors, nothing, logits.float(), has)
         if self.sampler.keys is None:
             return scores.argmax(-1)
-        return (scores + gumbel_noise(self.keys[positions], scores.shape[-1], rows)).argmax(-1)
+        return (scores + gumbel_noise(keys, scores.shape[-1], rows)).argmax(-1)
