@@ -50,8 +50,8 @@ def inductor_options(rows: Rows = "one") -> dict[str, Any]:
     if is_exact(rows):
         # Split reductions depend on the number of rows: inductor splits a sum across programs when rows are few. And
         # within a kernel it does not round to 16 bits where the model does, so that a state would depend on whether it
-        # is stored.
-        options |= {"split_reductions": False, "emulate_precision_casts": True}
+        # is stored. Nor may a product with few outputs, such as a router's, be padded for cuBLAS where that is faster.
+        options |= {"split_reductions": False, "emulate_precision_casts": True, "shape_padding": False}
     return options
 
 
