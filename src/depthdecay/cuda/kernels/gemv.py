@@ -28,9 +28,9 @@ BLOCK = 1024  # columns per load of a program; with 4 warps within 1% of the bes
 MOST_ROWS = 16  # vectors in one tensor-core tile
 MOST_TILES = 4  # of 16 vectors, per program
 SKINNY_COLUMNS = 64  # a matrix needs a multiple of this many columns; a program loads twice as many where it can
-# Grid sizes for an H200's 132 SMs: the tall tile is used where all its programs are resident at once, and with the low
-# tile columns are split (split-K) up to this many programs. A partial second wave would leave SMs idle.
-TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 480
+# Grid sizes for an H200's 132 SMs: a tile of 128 or 64 rows is used where all its programs are resident at once, and
+# with the low tile columns are split (split-K) up to this many programs. A partial second wave would leave SMs idle.
+TALL_PROGRAMS, LOW_PROGRAMS = range(132, 265), 3 * 132
 # The consumer of a split-K product sums its parts; with 7 parts that took longer than the split saved.
 MOST_PARTS = 5
 # Matrices that share a vector have consumers of their own, such as rotary embedding of queries and of keys. With more
@@ -248,20 +248,23 @@ class Tiling(NamedTuple):
     columns: int
 
 
-TALL, LOW = Tiling(128, 4, 3, 1, 128), Tiling(32, 2, 5, 1, 128)
+TALL, MIDDLE, LOW = Tiling(128, 4, 3, 1, 128), Tiling(64, 4, 5, 1, 128), Tiling(32, 2, 5, 1, 128)
 # Where one of these gives most SMs one program and none two, it is up to 9% faster than the low tile in as many parts.
-ALONE, ALONE_PROGRAMS = (Tiling(64, 4, 5, 1, 128), Tiling(32, 4, 5, 1, 128)), range(88, 133)
+ALONE, ALONE_PROGRAMS = (MIDDLE, Tiling(32, 4, 5, 1, 128)), range(88, 133)
 SHARED_BYTES = 100_000  # of shared memory per program for its loads: two programs fit on an H200's SM
 
 
 def tiling(weights: Sequence[torch.Tensor]) -> Tiling:
-    """The tall tile if it fills the device in one wave, else a lower one with columns split among programs."""
+    """The tallest tile that fills the device in one wave, or else the low one with columns split among programs."""
     heights, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
     # With 4-byte elements, half as many per load.
     wide = columns % LOW.columns == 0 and weights[0].element_size() == 2
     at_once = LOW.columns if wide else SKINNY_COLUMNS
     if all(height % TALL.rows == 0 for height in heights) and sum(heights) // TALL.rows in TALL_PROGRAMS:
         return TALL._replace(columns=at_once)
+    is_even = wide and all(height % MIDDLE.rows == 0 for height in heights)
+    if is_even and sum(heights) > LOW_PROGRAMS * LOW.rows and sum(heights) // MIDDLE.rows in TALL_PROGRAMS:
+        return MIDDLE
     blocks = columns // at_once
     most = MOST_PARTS if len(weights) == 1 else MOST_SHARED_PARTS
     most = min(most, LOW_PROGRAMS // -(-sum(heights) // LOW.rows), blocks // LEAST_BLOCKS)
