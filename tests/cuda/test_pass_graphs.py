@@ -375,6 +375,14 @@ def test_buckets_cover_the_text_and_waste_little() -> None:
     assert len({bucket_for(n) for n in range(1, 32769)}) < 60
 
 
+@pytest.mark.parametrize(("hidden", "keys", "inner"), [(1536, 256, 8960), (4096, 4096, 11008), (5120, 5120, 13824)])
+def test_products_with_a_few_rows_fill_an_h200_in_one_wave(hidden: int, keys: int, inner: int) -> None:
+    for rows, columns in (([hidden, keys, keys], hidden), ([hidden], hidden), ([inner] * 2, hidden), ([hidden], inner)):
+        tile = gemv.tiling([torch.empty(count, columns, device="meta", dtype=torch.bfloat16) for count in rows])
+        resident = {gemv.LOW.rows: 3, gemv.MIDDLE.rows: 2, gemv.TALL.rows: 2}[tile.rows]
+        assert sum(rows) // tile.rows * tile.parts <= resident * 132
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("hidden", "keys", "inner"), [(1536, 256, 8960), (4096, 4096, 11008), (8192, 1024, 28672)])
 def test_products_with_a_few_rows_come_in_parts_that_the_next_kernel_sums(
