@@ -145,7 +145,7 @@ def test_states_are_the_same_kept_or_read_anew(architecture: str) -> None:
     for part in ("tokens", "states", "said", "likeliest", "valid", "answers"):
         assert torch.equal(getattr(kept.batch(0, shape), part), getattr(anew.batch(0, shape), part))
     assert not kept.batch(0, shape).answers[0, 0]
-    whole = StatesOfTexts(stack, [shape], texts, rows=2, longest=5, room=0, prompts_count=True).batch(0, shape)
+    whole = StatesOfTexts(stack, [shape], texts, rows=2, longest=5, room=0, to_learn_from=True).batch(0, shape)
     assert torch.equal(whole.answers.cpu(), whole.valid.cpu())
     batch = kept.batch(0, shape)
     with torch.no_grad():  # by the longest text, whose prompt was cut to fit

@@ -120,6 +120,7 @@ class HeadFit:
         loss = 0.0
         for number in range(len(texts)):
             batch = texts.batch(number, self.head.shape)
+            assert batch.likeliest is not None
             states = self.windows(batch, drafts)
             loss += float(self.divergence(batch, states))
             hits = []
@@ -204,14 +205,6 @@ def _window_lengths(hits: torch.Tensor, places: torch.Tensor) -> list[int]:
             lengths.append(run + 1)
             place += run + 1
     return lengths
-
-
-def token_counts(texts: StatesOfTexts, vocabulary: int) -> torch.Tensor:
-    """How often the full model predicts each token on these texts."""
-    counts = torch.zeros(vocabulary, dtype=torch.long)
-    for number in range(len(texts)):
-        counts += torch.bincount(texts.spoken(number).cpu(), minlength=vocabulary)[:vocabulary]
-    return counts
 
 
 def frequent_tokens(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:

@@ -28,7 +28,7 @@ class TextStates:
     tokens: torch.Tensor  # (rows, columns, hidden): the output of the model's first layers for each token
     states: torch.Tensor  # (rows, columns, states · hidden): the full model's
     said: torch.Tensor  # (rows, columns, hidden): the input of the LM head
-    likeliest: torch.Tensor  # (rows, columns): the top token
+    likeliest: torch.Tensor | None  # (rows, columns): the top token, if it is needed
     valid: torch.Tensor  # (rows, columns): within the text
     answers: torch.Tensor  # (rows, columns): where the prediction counts, such as in the answer
 
@@ -40,7 +40,7 @@ class _Read:
     ids: torch.Tensor
     states: dict[int, torch.Tensor]
     said: torch.Tensor
-    likeliest: torch.Tensor
+    likeliest: torch.Tensor | None
     valid: torch.Tensor
     answers: torch.Tensor
 
@@ -52,7 +52,8 @@ class _Read:
         """A copy on the device; itself if it is there already."""
         if self.said.device == device:
             return self
-        parts = {name: part.to(device) for name, part in vars(self).items() if name != "states"}
+        parts: dict[str, Any] = {name: part for name, part in vars(self).items() if name != "states"}
+        parts = {name: None if part is None else part.to(device) for name, part in parts.items()}
         return _Read(states={layer: state.to(device) for layer, state in self.states.items()}, **parts)
 
 
@@ -72,18 +73,19 @@ class StatesOfTexts:
         most_tokens: int = 2**20,
         longest: int,
         room: int,
-        prompts_count: bool = False,
+        to_learn_from: bool = False,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """`rows`, `most_tokens`: of a batch, with its padding.
 
         `room`: bytes that states may take on the device; the rest goes to host memory, as far as it fits.
 
-        What does not fit there either is computed again whenever it is needed. `prompts_count`: predictions within
-        prompts count too. Nobody drafts there, but a head learns from them for nothing.
+        What does not fit there either is computed again whenever it is needed. `to_learn_from`: predictions within
+        prompts count too, since nobody drafts there, but a head learns from them for nothing; and the top tokens, which
+        only judging needs, are left out.
         """
         self.stack = stack
-        self.prompts_count = prompts_count
+        self.to_learn_from = to_learn_from
         self.layers = tuple(sorted({layer for shape in shapes for layer in (*shape.states, *_entry(shape))}))
         self.dtype = torch.bfloat16 if stack.model.dtype == torch.float32 else stack.model.dtype
         ordered = sorted((_cut(text, longest) for text in texts), key=lambda text: len(text[0]) + len(text[1]))
@@ -124,10 +126,10 @@ class StatesOfTexts:
         embedded: torch.Tensor = self.stack.model.get_input_embeddings()(ids)
         return embedded.to(self.dtype)
 
-    def spoken(self, number: int) -> torch.Tensor:
-        """The tokens that the full model predicts on a batch."""
-        read = self._batch(number)
-        return read.likeliest[read.valid]
+    def token_counts(self, vocabulary: int) -> torch.Tensor:
+        """How often each token occurs in the answers."""
+        spoken = [token for batch in self.batches for _, answer in batch for token in answer]
+        return torch.bincount(torch.tensor(spoken, dtype=torch.long), minlength=vocabulary)[:vocabulary]
 
     def _batch(self, number: int) -> _Read:
         kept = self._kept.get(number)
@@ -144,7 +146,7 @@ class StatesOfTexts:
             end = len(prompt) + len(answer)
             ids[row, :end] = torch.tensor([*prompt, *answer])
             valid[row, :end] = True
-            answers[row, 0 if self.prompts_count else max(0, len(prompt) - 1) : end] = True
+            answers[row, 0 if self.to_learn_from else max(0, len(prompt) - 1) : end] = True
         ids = ids.to(device)
         layer_pass = LayerPass(asked=self.layers)
         said = self._forward(ids, layer_pass)
@@ -152,7 +154,7 @@ class StatesOfTexts:
             ids,
             {layer: layer_pass.states[layer].to(self.dtype) for layer in self.layers},
             said.to(self.dtype),
-            likeliest_tokens(output_matrix(self.stack), said),
+            None if self.to_learn_from else likeliest_tokens(output_matrix(self.stack), said),
             valid.to(device),
             answers.to(device),
         )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from depthdecay.calibration.gradient_steps import Learned, Progress, StepSettings, descend
-from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens, token_counts
+from depthdecay.calibration.head_fit import HeadFigures, HeadFit, frequent_tokens
 from depthdecay.calibration.head_states import StatesOfTexts, Text, output_matrix
 from depthdecay.calibration.own_questions import Say
 from depthdecay.engine.engine import Engine
@@ -268,7 +268,7 @@ class DrafterLesson:
         """The full model's hidden states on all texts, for heads of all shapes."""
         self.judged_states = {name: self._states(texts) for name, texts in self._held_out_kinds().items()}
         self.select_states = self._states([text for text, _ in self.select])
-        self.fit_states = self._states([text for text, _ in self.fit], "reading texts", prompts_count=True)
+        self.fit_states = self._states([text for text, _ in self.fit], "reading texts", to_learn_from=True)
         self.vocabulary = self._vocabulary(self.fit_states)
 
     def _held_out_kinds(self) -> dict[str, list[Text]]:
@@ -279,7 +279,7 @@ class DrafterLesson:
             groups |= {kind: [text for text, own in self.held_out if own == kind] for kind in kinds}
         return groups
 
-    def _states(self, texts: Sequence[Text], title: str = "", *, prompts_count: bool = False) -> StatesOfTexts:
+    def _states(self, texts: Sequence[Text], title: str = "", *, to_learn_from: bool = False) -> StatesOfTexts:
         def told(done: int, total: int) -> None:
             if title and done % max(1, total // 20) == 0:
                 self.say(f"{title}, {done} of {total} batches")
@@ -292,7 +292,7 @@ class DrafterLesson:
             most_tokens=self._tokens_at_once(),
             longest=self.settings.longest,
             room=int(_SHARE_OF_MEMORY * free_bytes(self.stack.model.device)),
-            prompts_count=prompts_count,
+            to_learn_from=to_learn_from,
             told=told,
         )
 
@@ -311,7 +311,7 @@ class DrafterLesson:
         matrix = output_matrix(self.stack)
         size, row = matrix.weight.shape[0], matrix.weight.shape[1] * matrix.weight.element_size()
         whole = sum(self.stack.layer_bytes()) + self.stack.head_bytes()
-        counts = token_counts(fit, size)
+        counts = fit.token_counts(size)
         covered = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
 
         def rate(tokens: int) -> float:
