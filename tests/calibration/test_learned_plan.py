@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from spoken_models import plain_spoken
+from tiny_models import tiny_model
 
 import depthdecay as dd
 from depthdecay.calibration import own_questions, own_text, text_batches
 from depthdecay.calibration.calibrate import figures_of
 from depthdecay.calibration.learned_drafter import DrafterSettings
 from depthdecay.calibration.own_text import write_own_text
-from depthdecay.errors import ArgumentError
+from depthdecay.errors import ArgumentError, PlanMismatchError
 from depthdecay.speculative.draft_head import HEAD_FILE
 
 
@@ -107,6 +109,36 @@ def test_ctrl_c_saves_the_best_drafter_so_far(tmp_path: Path, little_text: None)
     assert answer.token_ids == engine.generate([[5, 6, 7]], 20, mode="full")[0].token_ids
     assert make(lines.append).notes["drafter"]["expected_speedup"] >= 1  # resumed and finished
     assert not (tmp_path / "plan" / ".work").exists()
+
+
+def test_a_trained_head_is_trained_further(tmp_path: Path, little_text: None) -> None:
+    loaded = plain_spoken(tmp_path / "model")
+    first = dd.calibrate(loaded, None, tmp_path / "plan", lossless=True)
+    second = dd.calibrate(
+        loaded, [[5, 6, 7], [9, 8]], tmp_path / "more", lossless=True, start=tmp_path / "plan", seed=1
+    )
+    before, after = (figures_of(plan)["drafter"]["head"] for plan in (first, second))
+    assert "closed_form" in before
+    assert after["trained_before"]["kl"] < before["closed_form"]["kl"]
+    assert after["shape"] == before["shape"]
+    assert after["vocabulary"] == before["vocabulary"]
+    assert "trained before" in (tmp_path / "more" / "report.html").read_text(encoding="utf-8")
+    again = dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, start=tmp_path / "plan")  # in its own folder
+    assert "trained_before" in figures_of(again)["drafter"]["head"]
+
+
+def test_what_cannot_be_trained_further_is_refused(tmp_path: Path, little_text: None) -> None:
+    loaded = plain_spoken(tmp_path / "model")
+    dd.Plan.full(loaded.model.config.num_hidden_layers).save(tmp_path / "empty")
+    with pytest.raises(ArgumentError, match="a plan without a learned drafter"):
+        dd.calibrate(loaded, None, tmp_path / "plan", lossless=True, start=tmp_path / "empty")
+    for goal in ({"speedup": 1.1}, {"lossless": True, "drafter": "layers"}):
+        with pytest.raises(ArgumentError, match="start is for a learned drafter"):
+            dd.calibrate(loaded, None, tmp_path / "plan", start=tmp_path / "empty", **goal)
+    dd.calibrate(loaded, None, tmp_path / "plan", lossless=True)
+    other = replace(loaded, model=tiny_model(hidden_size=48))
+    with pytest.raises(PlanMismatchError, match="hidden size"):
+        dd.calibrate(other, None, tmp_path / "other", lossless=True, start=tmp_path / "plan")
 
 
 def test_an_unknown_drafter(tmp_path: Path) -> None:

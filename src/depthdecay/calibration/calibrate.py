@@ -30,12 +30,14 @@ from depthdecay.cpu.packed_weights import QUANTIZED, check_setting
 from depthdecay.engine.engine import Engine
 from depthdecay.errors import ArgumentError, DepthDecayError
 from depthdecay.files import make_folder, read_bytes
+from depthdecay.model.layers import LayerStack
 from depthdecay.model.load import as_loaded
 from depthdecay.model.loaded_model import LoadedModel
 from depthdecay.plan.plan import Plan
-from depthdecay.plan.stored_plans import LOSSLESS_FOLDER
+from depthdecay.plan.stored_plans import LOSSLESS_FOLDER, plan_with_head
 from depthdecay.prompt_files import Prompts, prompts_for
 from depthdecay.result_files import provenance, write_result
+from depthdecay.speculative.draft_head import DraftHead, head_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +63,7 @@ def calibrate(
     also: Sequence[Number] = (),
     lossless: bool = False,
     drafter: str = "learned",
+    start: str | os.PathLike[str] | None = None,
     task: str | None = None,
     repair_rank: int | None = None,
     repair_neurons: int | None = None,
@@ -91,6 +94,7 @@ def calibrate(
     The goal is one of `max_kl` (by default 0.02), `max_agreement_loss` and `speedup`. `also` makes a plan for each
     further speed-up, in out/speedup-N. `lossless` makes a drafter for lossless mode, in out/lossless, or in `out` if it
     is the only goal: a draft head trained on self-generated text, or with drafter="layers" a subset of the layers.
+    `start` is a plan with a draft head to train further, on your prompts or for a fine-tuned model of the same shape.
 
     The rest is effort, by default what suits the device. `minutes` is an approximate limit for everything, kept with
     fewer texts and a shorter search; if it is too short to train a head, a warning says so and layers are used. `learn`
@@ -121,6 +125,7 @@ def calibrate(
         effort["variety"] = 0.0
     if drafter not in DRAFTERS:
         raise ArgumentError(f"drafter is {drafter!r}; expected one of {', '.join(DRAFTERS)}", "drafter")
+    head = None if start is None else _head_to_start_from(start, lossless, drafter)
     check_setting(quantize)
     if quantize in QUANTIZED and isinstance(model, LoadedModel):
         raise ArgumentError(
@@ -139,6 +144,8 @@ def calibrate(
     if quantize in QUANTIZED:
         assert quantize is not None
         widen_in_place(loaded.model, quantize, loaded.origin)
+    if head is not None:
+        head.shape.check(LayerStack.of(loaded.model))
     texts = None if asked is None else asked(loaded.tokenizer)
     settings = _with_sizes(replace(CalibrationSettings.for_device(loaded.model.device), **effort), sizes)
     filed = loaded.quantize_as_filed()
@@ -153,8 +160,10 @@ def calibrate(
         within = make_folder(folder / name)
         budget = budget if budget.is_bounded else usual_time(loaded.model.device.type)
         try:
-            plans.learn(within, budget)
+            plans.learn(within, budget, head)
         except TooLittleTime as reason:
+            if head is not None:
+                raise
             warnings.warn(f"{reason}; the drafter uses the model's own layers instead", stacklevel=2)
             plans.fit({name: goal}, within, budget)
     return Plan.load(folder)
@@ -195,7 +204,7 @@ class _Plans:
             _save(run, run.make(goal), self.folder / name)
         run.work.remove()
 
-    def learn(self, folder: Path, budget: TimeBudget) -> None:
+    def learn(self, folder: Path, budget: TimeBudget, start: DraftHead | None) -> None:
         """Saves a learned drafter, its measurements and a report in a folder."""
         seed, model = self.settings.seed, self.loaded.shown_name
         plan, drafter = learn_plan(
@@ -205,6 +214,7 @@ class _Plans:
             time_budget=budget,
             quantize=self.quantize,
             in_4_bits=self.in_4_bits,
+            start=start,
             seed=seed,
             say=self.say,
         )
@@ -242,6 +252,16 @@ def _goals(
     if lossless and not alone:
         goals[LOSSLESS_FOLDER] = Goal(lossless=True)
     return goals
+
+
+def _head_to_start_from(start: str | os.PathLike[str], lossless: bool, drafter: str) -> DraftHead:
+    if not lossless or drafter != "learned":
+        raise ArgumentError("start is for a learned drafter; set lossless as well", "start", "lossless")
+    drafting = plan_with_head(Plan.load(start))
+    found = None if drafting is None else head_of(drafting)
+    if found is None:
+        raise ArgumentError(f"start is {os.fspath(start)!r}, a plan without a learned drafter", "start")
+    return found
 
 
 def _sensible_speedup(name: str, given: Number) -> float:

@@ -49,6 +49,7 @@ _TIME_TO_COMPARE = (
 # On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12
+_RATE_FURTHER = 0.5  # the learning rate of a head that is trained already, relative to that of a new one
 _BEHIND_OTHERS, _MOST_BEFORE = 0.25, 4  # share of texts that follow other texts, and how many of those at most
 _COMPARED = 64  # texts, of which the most similar ones come first
 _VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -106,10 +107,12 @@ class DrafterLesson:
         seconds: float = math.inf,
         folder: Path | None = None,
         in_4_bits: bool = False,
+        start: DraftHead | None = None,
         say: Say = lambda message: None,
     ) -> None:
         """`texts`: each with its kind. `seconds`: for everything. `folder`: where to keep the state for resuming.
 
+        `start`: a trained head to train further, for this model or another one of its shape.
         `in_4_bits`: heads will draft with int4 matrices, so they are judged and saved with these; other engines' heads
         are not rounded.
         """
@@ -132,15 +135,23 @@ class DrafterLesson:
         layers, width = stack.num_layers, self.settings.width
         # The states that other engines use too: on a 1.5B model, the last layer's instead drafted no better.
         states = portable_states(layers) if layers >= _LEAST_LAYERS else outer_states(layers)
-        self.shapes = [
-            HeadShape.of(stack, first_layers=first, states=states, width=width)
-            for first in self.settings.first_layers
-            if first < layers
-        ]
+        self.start = start
+        self.shapes = (
+            [start.shape]
+            if start is not None
+            else [
+                HeadShape.of(stack, first_layers=first, states=states, width=width)
+                for first in self.settings.first_layers
+                if first < layers
+            ]
+        )
         self.trained: list[_Fitted] = []  # in full, or interrupted
         self.tried: list[dict[str, Any]] = []  # briefly, to compare
         self.portable_shape: HeadShape | None = None
-        if layers >= _LEAST_LAYERS:
+        if start is not None:
+            start.shape.check(stack)
+            self.portable_shape = start.shape if start.shape.is_portable(layers) else None
+        elif layers >= _LEAST_LAYERS:
             self.portable_shape = HeadShape.of(stack, states=states, width=width)
 
     def learn(self) -> LearnedDrafter:
@@ -201,8 +212,13 @@ class DrafterLesson:
         torch.manual_seed(settings.seed)
         head = DraftHead.new(self.stack, shape, self.vocabulary).float()
         fitting = HeadFit(self.stack, head)
-        fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
-        closed_form = fitting.judge(select, settings.drafts)
+        rate = settings.rate
+        if self.start is None:
+            fitting.start_closed_form(fit, range(0, len(fit), max(1, len(fit) // 32)))
+        else:
+            head.load_state_dict(self.start.state_dict())
+            rate *= _RATE_FURTHER
+        before = fitting.judge(select, settings.drafts)
         # Little text is repeated more often: the best result is kept anyway.
         few = min(_LEAST_STEPS, _MOST_EPOCHS * len(fit))
         steps = max(8, int(share * max(settings.epochs * len(fit), few)))
@@ -224,7 +240,7 @@ class DrafterLesson:
                 list(head.parameters()),
                 lambda step: fitting.loss(fit.batch(order[step], shape), settings.drafts),
                 lambda: fitting.judge(select, settings.drafts).kl,
-                StepSettings(steps, seconds=seconds, rate=settings.rate),
+                StepSettings(steps, seconds=seconds, rate=rate),
                 told,
                 file,
                 learned,
@@ -232,14 +248,14 @@ class DrafterLesson:
         except KeyboardInterrupt:
             if share == 1 and learned.curve:  # what has been learned so far is of use
                 learned.ended = "the user interrupted it"
-                self.trained.append(self._finished(name, fitting, learned, closed_form))
+                self.trained.append(self._finished(name, fitting, learned, before))
             raise
-        fitted = self._finished(name, fitting, learned, closed_form)
+        fitted = self._finished(name, fitting, learned, before)
         if share == 1:
             self.trained.append(fitted)
         return fitted
 
-    def _finished(self, name: str, fitting: HeadFit, learned: Learned, closed_form: HeadFigures) -> _Fitted:
+    def _finished(self, name: str, fitting: HeadFit, learned: Learned, before: HeadFigures) -> _Fitted:
         """A trained head as it is saved, judged on unseen text."""
         head, drafts = fitting.head, self.settings.drafts
         head.requires_grad_(False)
@@ -257,7 +273,9 @@ class DrafterLesson:
             f"{name}: first-draft accuracy {judged['all'].right[0]:.1%} on unseen text, "
             f"{judged['all'].tokens_a_window:.2f} tokens per window, {gain:.2f}x expected"
         )
-        told = _told(head.shape, self.fit_states, learned, closed_form, judged, cost, gain, len(self.vocabulary))
+        told = _told(head.shape, self.fit_states, learned, before, judged, cost, gain, len(self.vocabulary))
+        if self.start is not None:
+            told["trained_before"] = told.pop("closed_form")
         whole.right = head.right
         return _Fitted(head, whole, gain, told)
 
@@ -308,6 +326,8 @@ class DrafterLesson:
 
     def _vocabulary(self, fit: StatesOfTexts) -> torch.Tensor:
         """The draft vocabulary: as many tokens as pay off, by how often others are needed and what their rows cost."""
+        if self.start is not None:
+            return self.start.vocabulary
         matrix = output_matrix(self.stack)
         size, row = matrix.weight.shape[0], matrix.weight.shape[1] * matrix.weight.element_size()
         whole = sum(self.stack.layer_bytes()) + self.stack.head_bytes()
@@ -394,7 +414,7 @@ def _told(
     shape: HeadShape,
     fit: StatesOfTexts,
     learned: Learned,
-    closed_form: HeadFigures,
+    before: HeadFigures,
     judged: dict[str, HeadFigures],
     cost: float,
     gain: float,
@@ -404,7 +424,7 @@ def _told(
         "shape": asdict(replace(shape)),
         "vocabulary": vocabulary,
         "tokens_fitted_on": fit.tokens,
-        "closed_form": asdict(closed_form),
+        "closed_form": asdict(before),
         "learned": learned.to_dict(),
         "held_out": {name: asdict(figures) for name, figures in judged.items()},
         "cost_of_a_draft": cost,

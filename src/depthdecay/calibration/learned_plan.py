@@ -21,7 +21,7 @@ from depthdecay.model.prompts import token_ids
 from depthdecay.plan.file import PLAN_FILE
 from depthdecay.plan.identity import identity
 from depthdecay.plan.plan import Plan
-from depthdecay.speculative.draft_head import HEAD_FILE
+from depthdecay.speculative.draft_head import HEAD_FILE, DraftHead
 
 # Default minutes, and the share of them spent on writing text.
 MINUTES = {"cuda": 15.0}
@@ -32,6 +32,7 @@ WRITING = 0.25
 # On two cores, writing a token takes 3.6 ms, reading its states 0.5, and a step of training on it 0.15.
 WRITING_ELSEWHERE = 0.65
 LATEST_WRITING = 0.7  # if the minimum of text takes that long
+SHARE_GIVEN, SHARE_GIVEN_FURTHER = 0.3, 0.6  # of the text: answers to the user's prompts, if there are any
 
 
 def learn_plan(
@@ -43,13 +44,15 @@ def learn_plan(
     time_budget: TimeBudget | None = None,
     quantize: str | None = None,
     in_4_bits: bool = False,
+    start: DraftHead | None = None,
     seed: int = 0,
     say: Say = lambda message: None,
 ) -> tuple[Plan, LearnedDrafter]:
     """A full-depth plan with a learned drafter, saved in `folder` with its heads.
 
     `prompts`: the user's, if any, are answered too. `quantize`: how the weights are quantized while the model writes.
-    `in_4_bits`: the head will draft with int4 weights.
+    `in_4_bits`: the head will draft with int4 weights. `start`: a trained head to train further; then more of the text
+    answers the user's prompts.
     Ctrl-C while the head trains saves the best so far. Called again after an interruption, it resumes where it stopped.
     If the time is too short, `TooLittleTime` is raised as soon as that is known.
     """
@@ -66,6 +69,7 @@ def learn_plan(
         settings.most_text,
         seed=seed,
         prompts=given,
+        share_given=SHARE_GIVEN if start is None else SHARE_GIVEN_FURTHER,
         folder=folder,
         say=say,
         until=started + budget.left_of(share),
@@ -73,7 +77,9 @@ def learn_plan(
     )
     pairs = [((text.prompt, text.answer), _kind(text, loaded.tokenizer)) for text in texts]
     work = folder / WORK_FOLDER
-    lesson = DrafterLesson(stack, pairs, settings, seconds=budget.left_of(), folder=work, in_4_bits=in_4_bits, say=say)
+    lesson = DrafterLesson(
+        stack, pairs, settings, seconds=budget.left_of(), folder=work, in_4_bits=in_4_bits, start=start, say=say
+    )
     tokens = sum(len(text.answer) for text in texts)
 
     def saved(drafter: LearnedDrafter) -> Plan:

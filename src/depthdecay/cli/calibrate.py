@@ -41,6 +41,10 @@ def calibrate(
     drafter: Annotated[
         str, _goal(help="For --lossless: learned (a trained draft head) or layers (a shallow model with repairs).")
     ] = "learned",
+    start: Annotated[
+        str | None,
+        _goal("--from", metavar="PLAN", help="For --lossless: train this plan's draft head further, on your prompts."),
+    ] = None,
     repair_rank: Annotated[int | None, _effort(help="Rank of a repair map (default: chosen by KL).")] = None,
     repair_neurons: Annotated[int | None, _effort(help="MLP neurons kept per map (default: chosen by KL).")] = None,
     variety: Annotated[bool, _effort(help="Mix in prompts of other kinds, to protect quality on other text.")] = True,
@@ -76,6 +80,7 @@ def calibrate(
             also=also.split(",") if also else (),
             lossless=lossless,
             drafter=drafter,
+            start=start,
             task=task,
             repair_rank=repair_rank,
             repair_neurons=repair_neurons,
