@@ -335,7 +335,9 @@ class DrafterLesson:
         covered = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
 
         def rate(tokens: int) -> float:
-            costs = Pace().costs(tokens * row / whole + sum(self.stack.layer_bytes()) / self.stack.num_layers / whole)
+            costs = self._untimed.costs(
+                tokens * row / whole + sum(self.stack.layer_bytes()) / self.stack.num_layers / whole
+            )
             p = _GUESSED_RIGHT * float(covered[tokens - 1])
             return costs.rate(p, max(1, costs.best(p, LONGEST)))
 
@@ -343,6 +345,10 @@ class DrafterLesson:
         ends = self.stack.model.generation_config.eos_token_id
         always = [] if ends is None else torch.tensor(ends).reshape(-1).tolist()
         return frequent_tokens(counts, best, [token for token in always if 0 <= token < size])
+
+    @property
+    def _untimed(self) -> Pace:
+        return Pace.untimed_on(self.stack.model.device.type)
 
     def _cost(self, head: DraftHead) -> float:
         """The cost of a draft in full-depth steps, by bytes read."""
@@ -355,7 +361,7 @@ class DrafterLesson:
 
     def _gain(self, figures: HeadFigures, cost: float) -> float:
         """The best expected speed-up over window lengths, given that later drafts are less accurate."""
-        pace = Pace()
+        pace = self._untimed
         best, tokens, sure = 1.0, 1.0, 1.0
         for drafts, right in enumerate(figures.right, 1):
             sure *= right

@@ -39,8 +39,9 @@ CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 FIRST_SHARES = (0.35, 0.55, 0.7, 0.82, 0.91, 0.97, 0.995)
 # Positions in the answer at which a new acceptance count starts.
 PLACES = (64, 192)
-# Assumed cost of each further token in a verification until one has been timed. Small, since reading weights dominates.
-_UNTIMED = 0.02
+# Assumed cost of each further token in a verification until one has been timed. Small where reading weights dominates;
+# on a CPU each takes time of its own.
+_UNTIMED, UNTIMED_ON_CPU = 0.02, 0.13
 # Of each kind of pass the first is not timed, since it touches memory and loads code: a verification of two tokens took
 # four times as long as all later ones, and drafting paused for good. Of the next ones the shortest counts.
 FIRST_PASSES = 4
@@ -78,10 +79,16 @@ class Pace:
 
     drafts: dict[int, float] = field(default_factory=dict)  # by depth
     verifications: dict[int, float] = field(default_factory=dict)  # by number of tokens
+    untimed: float = _UNTIMED
     _costs: dict[tuple[float, int], StepCosts] = field(default_factory=dict, init=False)  # valid until the next timing
     _verify: dict[int, float] = field(default_factory=dict, init=False)  # likewise
     _since_step: int = field(default=0, init=False)  # verifications since the last plain step
     _seen: dict[tuple[str, int], int] = field(default_factory=dict, init=False)  # passes of each kind
+
+    @classmethod
+    def untimed_on(cls, device: str) -> Pace:
+        """What to expect before anything has been timed."""
+        return cls(untimed=UNTIMED_ON_CPU if device == "cpu" else _UNTIMED)
 
     @property
     def step(self) -> float | None:
@@ -161,7 +168,7 @@ class Pace:
     def _estimate(self, tokens: int) -> float:
         known = [count for count in self.verifications if count > 1]
         if self.step is None or not known or tokens == 1:
-            return 1.0 + _UNTIMED * (tokens - 1)
+            return 1.0 + self.untimed * (tokens - 1)
         nearest = min(known, key=lambda count: (abs(count - tokens), count))
         slope = (self.verifications[nearest] / self.step - 1) / (nearest - 1)
         return max(1.0, 1.0 + slope * (tokens - 1))
