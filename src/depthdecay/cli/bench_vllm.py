@@ -45,7 +45,7 @@ def bench_vllm(
     rate_seconds: Annotated[float, typer.Option(help="With --rates: how long requests arrive.")] = 10,
     graph_depths: Annotated[int | None, typer.Option(help="With --ways: at most so many depths get graphs.")] = None,
     group_wait_ms: Annotated[float | None, typer.Option(help="With --ways: new requests wait for each other.")] = None,
-    way_timeout: Annotated[float, typer.Option(help="With --ways: seconds after which a way is stopped.")] = 300,
+    way_timeout: Annotated[float, typer.Option(help="With --ways: seconds after which a way is stopped.")] = 900,
     resume: Annotated[bool, typer.Option(help="With --ways: measure only what the JSON file does not hold.")] = False,
     json_file: opt.JsonFile = None,
 ) -> None:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from typing import Any
 
 import pytest
 import torch
+
+# vLLM's Triton attention multiplies in TF32 unless Triton's default for float32 is another; read at the first import.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(tempfile.gettempdir(), "triton-ieee"))
+
 from vllm_engines import Answers, answered, asked, our_engine, save_tiny_model, stock_engine
 
 from depthdecay import Plan

@@ -74,7 +74,7 @@ def run_ways(
     graph_depths: int | None = None,
     group_wait_ms: float | None = None,
     methods: Sequence[str] | None = None,
-    way_timeout: float = 300,
+    way_timeout: float = 900,
     before: Found | None = None,
     log_folder: Path | None = None,
     on_progress: Callable[[Found], None] = lambda found: None,
@@ -209,6 +209,8 @@ def _in_a_process(job: Found, note: Callable[[Found], None], timeout: float, log
         environment = {**os.environ}
         # In one process, for the memory of graphs and accepted drafts are read from it; set to 1 to compare.
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # All requests are greedy. FlashInfer's sampler may have to be compiled first, or fail to.
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         environment.setdefault("VLLM_NO_USAGE_STATS", "1")
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
         if job.get("decay") == "decay-v1":

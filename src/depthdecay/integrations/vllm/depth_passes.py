@@ -17,6 +17,7 @@ from vllm.forward_context import get_forward_context
 
 from depthdecay.integrations.vllm.layer_rows import least_depths
 from depthdecay.integrations.vllm.layers import first_state, last_state
+from depthdecay.integrations.vllm.row_masks import settle
 from depthdecay.model.repairs import Repair, Repairs
 from depthdecay.plan.ladder import Ladder
 
@@ -74,23 +75,24 @@ class DepthPass:
             residual = torch.zeros_like(hidden)
         depths = self.row_depths[: hidden.shape[0]]
         slots = _LayerSlots(depths, self.least_on_device) if self.kind.masked else None
+        saved: tuple[torch.Tensor, torch.Tensor] | None = None  # a copy of the state, since vLLM's norms work in place
         for index in range(inner.start_layer, inner.end_layer):
             for at_depths, repair in self.maps.get(index, ()):
                 rows = _rows_at(depths, at_depths) if self.kind.masked else None
                 hidden, residual = _repaired(hidden, residual, rows, repair)
+                saved = None
             if self.least[index] > self.kind.depth:
                 continue
             layer = inner.layers[index]
             if slots is None or self.least[index] <= self.shallowest:
                 hidden, residual = layer(positions, hidden, residual)
+                saved = None
                 continue
             slots.tell_attention(layer.self_attn.attn.layer_name, index)
-            # vLLM's norms work in place.
-            new_hidden, new_residual = layer(positions, hidden.clone(), residual.clone())
-            keeps = slots.keeps[index, :, None]
-            # Not a product with 0: rows that read unwritten keys may hold NaN.
-            hidden = torch.where(keeps, new_hidden, hidden)
-            residual = torch.where(keeps, new_residual, residual)
+            if saved is None:
+                saved = hidden.clone(), residual.clone()
+            hidden, residual = layer(positions, hidden, residual)
+            settle(hidden, residual, saved, slots.keeps[index])
         return last_state(inner, hidden, residual)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,13 +7,17 @@ and replays it afterwards: `find` and `replay` replace these two methods of its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import GraphCaptureContext, graph_capture
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from depthdecay.integrations.vllm.depth_graphs import DepthGraphs, takes_any_batch
@@ -21,6 +25,7 @@ from depthdecay.integrations.vllm.depth_passes import PassKind
 from depthdecay.integrations.vllm.kernels import FusedKernels
 from depthdecay.integrations.vllm.layer_rows import Step
 from depthdecay.integrations.vllm.settings import CAPTURE_SIZES
+from depthdecay.patches import patched
 
 logger = init_logger("vllm.depthdecay")
 
@@ -51,13 +56,17 @@ class SecondRunnerGraphs:
         self.model.in_dummy_run = True
         try:
             self._capture(model, *settings, **named)
-            for kind, manager in self.managers.items():
-                self._capture_kind(kind, manager, *settings, **named)
-            if self.mixed is not None:
-                self.capturing_mixed = True
-                self._capture_kind(self.mixed_kind, self.mixed, *settings, **named)
+            with one_stream(self.graphs.row_depths.device):
+                self._capture_ours(*settings, **named)
         finally:
             self.model.in_dummy_run = self.capturing_mixed = False
+
+    def _capture_ours(self, *settings: Any, **named: Any) -> None:
+        for kind, manager in self.managers.items():
+            self._capture_kind(kind, manager, *settings, **named)
+        if self.mixed is not None:
+            self.capturing_mixed = True
+            self._capture_kind(self.mixed_kind, self.mixed, *settings, **named)
 
     def _capture_kind(self, kind: PassKind, manager: Any, *settings: Any, **named: Any) -> None:
         if manager is not self.mixed:
@@ -122,6 +131,17 @@ class SecondRunnerGraphs:
             "eagerly; a larger size in cudagraph_capture_sizes may capture it",
             len(step.depths),
         )
+
+
+@contextmanager
+def one_stream(device: torch.device) -> Iterator[None]:
+    """Capture on one stream: each manager would make its own, and cuBLAS keeps 32 MiB for every one it has run on."""
+    if device.type != "cuda":
+        yield
+        return
+    shared = GraphCaptureContext(torch.cuda.Stream(device=device))
+    with patched(cudagraph_utils, "graph_capture", lambda device: graph_capture(device, shared)):
+        yield
 
 
 def depth_sizes(sizes: Sequence[int], max_requests: int) -> list[int]:

@@ -53,6 +53,13 @@ class DepthDecayWorker(PlatformWorker):
             installed = install_second_runner_graphs(self.model_runner)
             self.model_runner.depth_graphs = None if installed is None else installed.graphs
 
+    def compile_or_warm_up_model(self) -> Any:
+        told = super().compile_or_warm_up_model()
+        graphs: DepthGraphs | None = getattr(self.model_runner, "depth_graphs", None)
+        if graphs is not None:
+            graphs.steps.clear()  # of warm-ups, which are larger than any graph
+        return told
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         graphs: DepthGraphs | None = getattr(self.model_runner, "depth_graphs", None)
