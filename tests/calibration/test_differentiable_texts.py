@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from calibrations import decaying_plan, random_repairs, random_texts
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES, LAYERS, tiny_model
 
 from depthdecay.calibration import differentiable_texts, divergence
 from depthdecay.calibration.continuations import Continuation
@@ -17,6 +17,7 @@ from depthdecay.calibration.fidelity import final_state, first_bypassed
 from depthdecay.calibration.recording import Recording
 from depthdecay.model.kv_cache import PlannedCache
 from depthdecay.model.layers import LayerStack
+from depthdecay.plan.plan import Plan
 
 COLUMNS = 19
 
@@ -41,6 +42,30 @@ def test_a_pass_with_gradients_gives_the_states_of_one_without(architecture: str
     torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
     said = torch.cat([logits for _, logits in recording.logits(recorded, wanted)])
     torch.testing.assert_close(logits_of(stack, wanted.flatten(0, 1)), said.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_short_text_may_drop_only_later_layers() -> None:
+    """Deeper drops, of longer texts, may be of earlier layers than the first ones are."""
+    stack = LayerStack.of(tiny_model())
+    plan = Plan.decay(LAYERS, 0.97, drop_order=[5, 2, 4])
+    short, long = random_texts(4, 4), random_texts(4, 30)
+    first = first_bypassed(plan, 29)
+    assert (first, first_bypassed(plan, 3)) == (2, 5)
+    texts = DifferentiableTexts(stack, [*short, *long], first=first, rows=4)
+    repairs = random_repairs(plan, stack.hidden_size)
+    for number, these in enumerate((short, long)):
+        recording = Recording.of(stack, sorted(these, key=lambda text: (len(text.prompt), text.prompt, text.tokens)))
+        with torch.no_grad():
+            wanted = final_state(recording, recording.batches[0], plan, repairs)
+            given = final_state(texts, texts.batch(number), plan, repairs)
+        torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_without_a_loss_are_left_out() -> None:
+    stack = LayerStack.of(tiny_model())
+    texts = [*random_texts(2, 4), *random_texts(2, 5), *random_texts(2, 9)]
+    read = DifferentiableTexts(stack, texts, first=1, rows=1, judged_from=4)
+    assert [len(read.texts[number][0].tokens) for number in range(len(read))] == [9, 9]
 
 
 def test_layers_that_are_run_again_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

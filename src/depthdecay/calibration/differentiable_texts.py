@@ -56,16 +56,17 @@ class JudgedBatch(RecordedBatch):
 
 
 class DifferentiableTexts(Recording):
-    """Batches of texts by number, read again unless they fit in memory.
+    """Batches of texts by number, read again unless they fit in memory. Texts without a loss are left out.
 
     Of the full model's hidden states, those before the first dropped layer are kept, and those after the last layer
-    where a loss is taken, from column `judged_from` on.
+    where a loss is taken, from column `judged_from` on. `first`: the first layer that any column of any text drops; the
+    columns of a short text may all drop later ones only.
     """
 
     def __init__(
         self, stack: LayerStack, texts: Sequence[Continuation], *, first: int, rows: int, judged_from: int = 0
     ) -> None:
-        texts = [text for text in texts if len(text.tokens) > 1]
+        texts = [text for text in texts if len(text.tokens) - 1 > judged_from]
         super().__init__(stack, [], max((len(text.tokens) for text in texts), default=1) - 1)
         self.first = first
         self.judged_from = judged_from
@@ -99,6 +100,9 @@ class DifferentiableTexts(Recording):
         for args, kwargs in found.calls[:1]:
             _forget_layers(self.first, (*args, *kwargs.values()))
         return JudgedBatch(found.inputs, found.targets, found.valid, found.calls, states, places, wanted)
+
+    def first_kept(self, layer: int) -> int:
+        return self.first
 
     def run_layer(self, batch: RecordedBatch, index: int, state: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and state.requires_grad and self._runs_again(state):

@@ -87,7 +87,7 @@ def final_state(recording: Recording, batch: RecordedBatch, plan: Plan, repairs:
     segments = sorted(depth_segments(plan, columns).items(), key=lambda segment: segment[1])
     dropped = {depth: frozenset(plan.dropped(depth)) for depth, _ in segments}
     maps = {depth: ({} if repairs is None else repairs.at(depth)) for depth, _ in segments}
-    first = first_bypassed(plan, columns)
+    first = recording.first_kept(first_bypassed(plan, columns))
     state = batch.states[first]
     for layer in range(first, len(batch.calls)):
         kept = any(layer not in layers for layers in dropped.values())

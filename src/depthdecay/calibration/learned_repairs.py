@@ -298,6 +298,9 @@ def learn_repairs(run: Calibration, plan: Plan, repairs: Repairs) -> tuple[Repai
     rows = run.settings.rows if device == "cuda" else max(1, run.settings.rows // 2)
     settings = LearningSettings(minutes=budget.left_of() / 60, rows=rows, seed=run.settings.seed)
     learning = LearnedRepairs(run.stack, plan, repairs, texts, run.select, settings, run.say, run.opens)
+    if not len(learning.given):
+        run.say("no text is long enough to run below full depth, so no maps are trained")
+        return repairs, None
     better = learning.learn()
     prompts = [text.prompt for text in run.held_out_texts]
     run.say("measuring on text that the plan writes")

@@ -81,6 +81,10 @@ class Recording:
         output = self.stack.layers[index](state, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
+    def first_kept(self, layer: int) -> int:
+        """The layer nearest before this one, or itself, whose input was kept."""
+        return layer
+
     @torch.no_grad()
     def logits(self, batch: RecordedBatch, state: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Logits of final hidden states, a few rows at a time, since vocabularies are large."""
