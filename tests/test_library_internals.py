@@ -318,6 +318,13 @@ class TestInductor:
             assert compiled(x, weight).shape == (1, tokens, 5)
         assert len(graphs) == 1
 
+    def test_a_backend_that_fails_raises_what_is_expected(self) -> None:
+        def broken(graph: Any, inputs: Any) -> Any:
+            raise ValueError("no compiler here")
+
+        with pytest.raises(internals.compilation_errors(), match="no compiler here"):
+            torch.compile(lambda x: x + 1, backend=broken)(torch.ones(3))
+
     def test_a_key_changes_with_a_files_text(self, tmp_path: Path) -> None:
         files = [tmp_path / name for name in ("a", "b")]
         for file in files:

@@ -220,6 +220,12 @@ def vary_sizes(tensor: Any, dims: Sequence[int]) -> None:
     _imported("torch._dynamo", "maybe_mark_dynamic", "torch")(tensor, list(dims))
 
 
+def compilation_errors() -> type[Exception]:
+    """What a compiled function's first call raises where it cannot be compiled, for example without a compiler."""
+    found: type[Exception] = _imported("torch._dynamo.exc", "TorchDynamoException", "torch")
+    return found
+
+
 # inductor
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from depthdecay.library_internals import compilation_errors
+
 Logits = Callable[[torch.Tensor], torch.Tensor]  # a frozen LM head: hidden states to logits
 
 ROWS_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are in memory at a time
@@ -58,7 +60,7 @@ def kl_and_gradient(
     if logits.device.type == "cuda":
         try:
             return _compiled()(logits, chances, negative_entropy, weights)  # type: ignore[no-any-return]
-        except torch._dynamo.exc.TorchDynamoException:  # no compiler there
+        except compilation_errors():  # no compiler there
             pass
     return _kl_and_gradient(logits, chances, negative_entropy, weights)
 
