@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from depthdecay.calibration.divergence import ROWS_AT_ONCE, rows_within, weighted_kl
+from depthdecay.calibration.divergence import rows_on, weighted_kl
 from depthdecay.calibration.head_states import StatesOfTexts, TextStates, output_matrix
-from depthdecay.model.devices import fast_precision, free_bytes
+from depthdecay.model.devices import fast_precision
 from depthdecay.model.layers import LayerStack
 from depthdecay.speculative.draft_head import DraftHead, KeysAndValues
 
@@ -34,9 +34,7 @@ class HeadFit:
         with torch.no_grad():
             self.rows = matrix.weight.detach()[head.vocabulary].to(self.dtype)
             self.bias = None if matrix.bias is None else matrix.bias.detach()[head.vocabulary].to(self.dtype)
-        device = matrix.weight.device
-        on_gpu = device.type == "cuda"
-        self.rows_at_once = rows_within(free_bytes(device), len(self.rows)) if on_gpu else ROWS_AT_ONCE
+        self.rows_at_once = rows_on(matrix.weight.device, len(self.rows))
 
     def _numbers(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

@@ -43,9 +43,8 @@ _SHARE_OF_MEMORY = 0.5  # of what is free, for the states of texts
 _SHARE_FOR_A_STEP = 0.35  # for a training step
 _TOKENS_TO_A_ROW = 512  # in a batch of long texts, which has fewer rows
 _SHORT_STEPS, _SHORT_TIME = 0.05, 0.05  # share of the steps, and of the time, for each head that is compared
-_TIME_TO_COMPARE = (
-    360.0  # seconds left, for comparing heads at all: with fewer, the head that is kept is short of steps
-)
+# Seconds left, for comparing heads at all: with fewer, the head that is kept is short of steps.
+_TIME_TO_COMPARE = 360.0
 # On a GPU, heads whose expected gain is this close to the best are timed, if the total time is at least this long.
 _NEAR, _TIME_TO_MEASURE, _PROMPTS_TO_MEASURE = 0.9, 480.0, 4
 _LEAST_STEPS, _MOST_EPOCHS = 800, 12
@@ -132,27 +131,26 @@ class DrafterLesson:
         held = max(4, min(256, len(shuffled) // 16))
         parts = shuffled[:held], shuffled[held : 2 * held], shuffled[2 * held :]
         self.held_out, self.select, self.fit = (some_behind_others(part, random) for part in parts)
-        layers, width = stack.num_layers, self.settings.width
-        # The states that other engines use too: on a 1.5B model, the last layer's instead drafted no better.
-        states = portable_states(layers) if layers >= _LEAST_LAYERS else outer_states(layers)
         self.start = start
-        self.shapes = (
-            [start.shape]
-            if start is not None
-            else [
-                HeadShape.of(stack, first_layers=first, states=states, width=width)
-                for first in self.settings.first_layers
-                if first < layers
-            ]
-        )
+        self.shapes, self.portable_shape = self._new_shapes() if start is None else self._shapes_of(start)
         self.trained: list[_Fitted] = []  # in full, or interrupted
         self.tried: list[dict[str, Any]] = []  # briefly, to compare
-        self.portable_shape: HeadShape | None = None
-        if start is not None:
-            start.shape.check(stack)
-            self.portable_shape = start.shape if start.shape.is_portable(layers) else None
-        elif layers >= _LEAST_LAYERS:
-            self.portable_shape = HeadShape.of(stack, states=states, width=width)
+
+    def _new_shapes(self) -> tuple[list[HeadShape], HeadShape | None]:
+        """Those to try, and the one that other engines load, if the model has enough layers for it."""
+        stack, layers, width = self.stack, self.stack.num_layers, self.settings.width
+        # The states that other engines use too: on a 1.5B model, the last layer's instead drafted no better.
+        states = portable_states(layers) if layers >= _LEAST_LAYERS else outer_states(layers)
+        tried = [
+            HeadShape.of(stack, first_layers=first, states=states, width=width)
+            for first in self.settings.first_layers
+            if first < layers
+        ]
+        return tried, HeadShape.of(stack, states=states, width=width) if layers >= _LEAST_LAYERS else None
+
+    def _shapes_of(self, start: DraftHead) -> tuple[list[HeadShape], HeadShape | None]:
+        start.shape.check(self.stack)
+        return [start.shape], start.shape if start.shape.is_portable(self.stack.num_layers) else None
 
     def learn(self) -> LearnedDrafter:
         self.started = time.monotonic()
@@ -273,9 +271,8 @@ class DrafterLesson:
             f"{name}: first-draft accuracy {judged['all'].right[0]:.1%} on unseen text, "
             f"{judged['all'].tokens_a_window:.2f} tokens per window, {gain:.2f}x expected"
         )
-        told = _told(head.shape, self.fit_states, learned, before, judged, cost, gain, len(self.vocabulary))
-        if self.start is not None:
-            told["trained_before"] = told.pop("closed_form")
+        began = {"closed_form" if self.start is None else "trained_before": asdict(before)}
+        told = _told(head.shape, self.fit_states, learned, began, judged, cost, gain, len(self.vocabulary))
         whole.right = head.right
         return _Fitted(head, whole, gain, told)
 
@@ -420,7 +417,7 @@ def _told(
     shape: HeadShape,
     fit: StatesOfTexts,
     learned: Learned,
-    before: HeadFigures,
+    began: dict[str, Any],
     judged: dict[str, HeadFigures],
     cost: float,
     gain: float,
@@ -430,7 +427,7 @@ def _told(
         "shape": asdict(replace(shape)),
         "vocabulary": vocabulary,
         "tokens_fitted_on": fit.tokens,
-        "closed_form": asdict(before),
+        **began,
         "learned": learned.to_dict(),
         "held_out": {name: asdict(figures) for name, figures in judged.items()},
         "cost_of_a_draft": cost,

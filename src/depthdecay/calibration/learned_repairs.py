@@ -20,7 +20,7 @@ from torch import nn
 
 from depthdecay.calibration.continuations import Continuation, continue_prompts
 from depthdecay.calibration.differentiable_texts import DifferentiableTexts, frozen, logits_of
-from depthdecay.calibration.divergence import ROWS_AT_ONCE, mean_kl, rows_within
+from depthdecay.calibration.divergence import mean_kl, rows_on
 from depthdecay.calibration.fidelity import Simulator, final_state, first_bypassed
 from depthdecay.calibration.fit import stored
 from depthdecay.calibration.gradient_steps import Progress, StepSettings, descend
@@ -29,7 +29,7 @@ from depthdecay.calibration.own_text import TooLittleTime, write_own_text
 from depthdecay.calibration.recording import Recording
 from depthdecay.calibration.time_budget import TimeBudget
 from depthdecay.engine.engine import Engine
-from depthdecay.model.devices import free_bytes, in_fast_precision
+from depthdecay.model.devices import in_fast_precision
 from depthdecay.model.layers import LayerStack, primary_device
 from depthdecay.model.repairs import Repair, Repairs, reached_depths
 from depthdecay.plan.plan import Plan
@@ -179,9 +179,8 @@ class LearnedRepairs:
         self.masters = MapMasters(repairs, reached_depths(plan), stack.examples())
         self.first = first_bypassed(plan, self.horizon)
         self.at_full_depth = sum(plan.depth(column + 1) == plan.num_layers for column in range(self.horizon))
-        device = primary_device(stack.model)
         vocabulary = stack.model.get_input_embeddings().weight.shape[0]
-        self.rows_at_once = rows_within(free_bytes(device), vocabulary) if device.type == "cuda" else ROWS_AT_ONCE
+        self.rows_at_once = rows_on(primary_device(stack.model), vocabulary)
         self.given = self._readable(texts)
         self.own = self._readable(())
         generator = torch.Generator().manual_seed(settings.seed)

@@ -149,10 +149,10 @@ def _drafter(data: Mapping[str, Any]) -> str:
     if not figures:
         return ""
     head = figures["head"]
-    kind = "closed form" if "closed_form" in head else "trained before"
-    before, held_out = head[kind.replace(" ", "_")], head["held_out"]
+    began = "closed_form" if "closed_form" in head else "trained_before"
+    before, held_out = head[began], head["held_out"]
     names = [f"draft {place}" for place in range(1, len(before["right"]) + 1)]
-    rows = [[f"{kind}, validation text", *_shares(before)]]
+    rows = [[f"{began.replace('_', ' ')}, validation text", *_shares(before)]]
     rows += [[f"learned, unseen text: {kind}", *_shares(found)] for kind, found in held_out.items()]
     for tried in figures.get("tried", ()):
         layers = tried["shape"]["first_layers"]
