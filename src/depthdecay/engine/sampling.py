@@ -145,7 +145,7 @@ class Sampler:
         self, draw: Draw, logits: torch.Tensor, text: torch.Tensor, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens after `text` (rows, tokens), and the scores that our kernels drew them from."""
-        scores = in_turn(draw.before, text, logits.to(torch.float32)) if draw.before else logits
+        scores = before_draw(draw, text, logits)
         seen = None
         if draw.penalises:
             has = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
@@ -237,6 +237,11 @@ def in_turn(
     return scores
 
 
+def before_draw(draw: Draw, text: torch.Tensor, logits: torch.Tensor, has: torch.Tensor | None = None) -> torch.Tensor:
+    """The scores that a draw picks from: the logits themselves, if its kernels do everything."""
+    return in_turn(draw.before, text, logits.to(torch.float32), has) if draw.before else logits
+
+
 def pick_tokens(
     samplers: Sequence[Sampler],
     indices: Sequence[int],
@@ -272,18 +277,21 @@ def _picked(
     samplers: Sequence[Sampler], indices: Sequence[int], logits: torch.Tensor, together: int | None = None
 ) -> torch.Tensor:
     with few_threads(logits):
-        scores, first = logits.to(torch.float32), samplers[0]
+        first = samplers[0]
         draw = first.draw if are_on_gpu(logits) else None
         if draw is not None:
-            scores = in_turn(draw.before, first.history[:0], scores)
-        elif first.processors:
+            return draw.pick(before_draw(draw, first.history[:0], logits), _keys(samplers, indices))
+        scores = logits.to(torch.float32)
+        if first.processors:
             scores = _processed_alike(first, scores, together)
         if not first.is_sampling:
             return likeliest(scores)
-        keys = torch.cat([sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)])
-        if draw is not None:
-            return draw.pick(scores, keys)
+        keys = _keys(samplers, indices)
         return (scores + gumbel_noise(keys, scores.shape[-1])).argmax(dim=-1)
+
+
+def _keys(samplers: Sequence[Sampler], indices: Sequence[int]) -> torch.Tensor:
+    return torch.cat([sampler.noise_keys(index) for sampler, index in zip(samplers, indices, strict=True)])
 
 
 def _processed_alike(sampler: Sampler, scores: torch.Tensor, together: int | None) -> torch.Tensor:

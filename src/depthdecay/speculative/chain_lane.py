@@ -68,10 +68,9 @@ def take_draft(
     """Append the most likely token to the drafts, with its probability. `rows`: the tokens of a shortened LM head."""
     pieces = _in_pieces(logits)
     highest, place = pieces.max(1)
-    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
     piece = highest.argmax(0, keepdim=True)
     token = piece * pieces.shape[1] + place[piece]
-    confidences.index_put_((turn, drafted), 1 / (shares * (highest - highest[piece]).exp()).sum(0, keepdim=True))
+    confidences.index_put_((turn, drafted), 1 / _whole(pieces, highest, highest[piece]))
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (token if rows is None else rows[token]).unsqueeze(0))
 
@@ -79,6 +78,12 @@ def take_draft(
 def _in_pieces(logits: torch.Tensor) -> torch.Tensor:
     """To be reduced by one program each: a single program would take longer than half a layer."""
     return logits.float().view(PIECES if logits.shape[1] % PIECES == 0 else 1, -1)
+
+
+def _whole(pieces: torch.Tensor, highest: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The sum of all probabilities (1), relative to that of the most likely token, whose logit is `first`."""
+    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
+    return (shares * (highest - first).exp()).sum(0, keepdim=True)
 
 
 def take_picked(
@@ -93,9 +98,8 @@ def take_picked(
     """The same for a draft that was already picked, given as an index into the logits."""
     pieces = _in_pieces(logits)
     highest = pieces.max(1).values
-    shares = (pieces - highest.unsqueeze(1)).exp().sum(1)
     first = highest.max()
-    share = (logits[0, picked].float() - first).exp() / (shares * (highest - first).exp()).sum()
+    share = (logits[0, picked].float() - first).exp() / _whole(pieces, highest, first)
     confidences.index_put_((turn, drafted), share)
     drafted += 1
     ids.scatter_(1, drafted.unsqueeze(0), (picked if rows is None else rows[picked]).unsqueeze(0))

@@ -12,7 +12,7 @@ import torch
 
 from depthdecay.cuda.kernels.keyed_pick import Seen
 from depthdecay.engine.keyed_draw import PENALTY, are_on_gpu
-from depthdecay.engine.sampling import Sampler, in_turn, processed, settings_alike
+from depthdecay.engine.sampling import Sampler, before_draw, processed, settings_alike
 from depthdecay.runners.keyed_noise import gumbel_noise
 
 
@@ -122,8 +122,8 @@ class ChainPick:
             has = has if rows is None else has[:, rows]
         nothing, keys = self.sampler.history[:0], self.keys[positions]
         if draw is not None:
-            scores = in_turn(draw.before, nothing, logits.float(), has) if draw.before else logits
-            return draw.pick(scores, keys, rows, Seen(self.has.unsqueeze(0), ids[0], upto) if by_kernel else None)
+            seen = Seen(self.has.unsqueeze(0), ids[0], upto) if by_kernel else None
+            return draw.pick(before_draw(draw, nothing, logits, has), keys, rows, seen)
         scores = processed(self.sampler.processors, nothing, logits.float(), has)
         if self.sampler.keys is None:
             return scores.argmax(-1)

@@ -272,27 +272,24 @@ def launched(
     """Start the kernels."""
     logits, keys = logits.contiguous(), keys.contiguous()
     rows, count = logits.shape
-    group = max(_LEAST_GROUP, triton.next_power_of_2(-(-count // _GROUPS)))
-    if rules.top_k == 0:
-        group = _TOKENS
+    draws = rules.top_k == 0
+    group = _TOKENS if draws else max(_LEAST_GROUP, triton.next_power_of_2(-(-count // _GROUPS)))
     groups = -(-count // group)
     together = max(1, _TOKENS // group)
     place = logits.device
     highest = torch.empty((rows, groups), device=place)
     picked = torch.empty(rows, dtype=torch.long, device=place)
-    draws = rules.top_k == 0
     scores = highest if draws else torch.empty((rows, count), device=place)
     places = torch.empty((rows, groups) if draws else (1,), dtype=torch.int32, device=place)
-    has = keys if seen is None else seen.has.contiguous()
-    window = keys if seen is None or seen.window is None else seen.window.contiguous()
-    upto = keys if seen is None or seen.upto is None else seen.upto.contiguous()
-    names = keys if tokens is None else tokens.contiguous()
+    has, window, upto = (None, None, None) if seen is None else (seen.has, seen.window, seen.upto)
+    # What is not there is never read.
+    names, text, behind, ends = (keys if part is None else part.contiguous() for part in (tokens, has, window, upto))
     _score_kernel[(rows, -(-groups // together))](
-        *(logits, logits.stride(0), names, keys, has, 0 if seen is None or len(has) == 1 else has.stride(0)),
-        *(window, upto, scores, highest, places, count, groups, rules.penalty, rules.temperature),
+        *(logits, logits.stride(0), names, keys, text, 0 if has is None or len(has) == 1 else text.stride(0)),
+        *(behind, ends, scores, highest, places, count, groups, rules.penalty, rules.temperature),
         NAMED=tokens is not None,
-        PENALISED=seen is not None,
-        WINDOW=0 if seen is None or seen.window is None else len(seen.window),
+        PENALISED=has is not None,
+        WINDOW=0 if window is None else len(window),
         DRAWS=draws,
         GROUP=group,
         TOGETHER=together,
